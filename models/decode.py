@@ -1,0 +1,479 @@
+"""The decode time of actors, from event to event.
+
+An actor runs iterations. At an iteration boundary it
+
+1. admits waiting responses in plan order while a slot is free and the resident tokens of all running ones,
+   the newcomer's tokens, and one new token for each fit the KV capacity; whatever part of the admitted
+   responses' KV is not on the actor is prefilled first, which stalls it;
+2. preempts the most recently admitted responses until all running ones can take one more token; a preempted
+   response loses its KV and goes to the head of the queue;
+3. spends ``tau(b, k) = base(b) + kv(b) * k`` seconds, after which each of the ``b`` running responses has
+   one token more and those that reach their length leave.
+
+Between two events (admission, preemption, completion, arrival) ``b`` is constant and ``k`` grows by ``b`` an
+iteration, so ``n`` iterations take ``n * (base + kv * k) + kv * b * n * (n - 1) / 2`` seconds. The kernel
+jumps over them; its cost grows with the responses and preemptions, not with the tokens.
+
+Batched prefill is chunked: ``m`` tokens make ``ceil(m / max_batch_tokens)`` batches, and a prompt may span
+two. The prompt part of a response is free while another response of its group runs on the same actor
+(``prefix_caching``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from rlhfless.models.profile import Profile
+from rlhfless.traces.errors import InputError
+from rlhfless.traces.trace import FloatArray, IntArray
+
+# Positions in an actor's integer and float state.
+_HEAD, _TAIL, _STACKED, _RUNNING, _ITERATION = 0, 1, 2, 3, 4
+_RESIDENT, _HELD_TOKENS, _FINISHED = 5, 6, 7
+_PREFILL_TOKENS, _PREEMPTIONS, _TOKENS, _RESIDENT_SUM = 8, 9, 10, 11
+_INTEGERS = 12
+_CLOCK, _PREFILL_SECONDS, _DECODE_SECONDS = 0, 1, 2
+_FLOATS = 3
+
+_WAITING, _ACTIVE, _DONE = 0, 1, 2
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the inference engine treats prompt KV.
+
+    ``prefix_caching``: a prompt whose KV another running response of its group holds on the same actor is
+    not prefilled again. ``share_prompt_kv``: the KV capacity counts such a prompt once; otherwise every
+    response counts in full. The iteration time always counts every running response's tokens in full, since
+    attention reads them for each.
+    """
+
+    prefix_caching: bool = True
+    share_prompt_kv: bool = False
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _iterations_until(clock, base, kv, running, resident, until, at_most):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Return the least n in 1..at_most whose n iterations end at or after ``until`` (or ``at_most``)."""
+    first = base + kv * resident
+    growth = kv * running
+    gap = until - clock
+    if gap <= 0.0:
+        return 1
+    # growth/2 * n^2 + (first - growth/2) * n = gap, solved in the form that is stable for small growth.
+    linear = first - 0.5 * growth
+    root = np.sqrt(linear * linear + 2.0 * growth * gap)
+    denominator = linear + root
+    if denominator <= 0.0 or 2.0 * gap / denominator >= at_most:
+        return at_most
+    n = max(np.int64(np.ceil(2.0 * gap / denominator)), 1)
+    while n > 1 and clock + (n - 1) * first + growth * (n - 1) * (n - 2) * 0.5 >= until:
+        n -= 1
+    while n < at_most and clock + n * first + growth * n * (n - 1) * 0.5 < until:
+        n += 1
+    return min(n, at_most)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
+    ints,
+    floats,
+    queue,
+    stack,
+    held,
+    prompt,
+    length,
+    group,
+    generated,
+    cached,
+    ready,
+    status,
+    finish_iteration,
+    finish,
+    base,
+    kv,
+    max_running,
+    capacity,
+    prefill_fixed,
+    prefill_token,
+    prefill_token2,
+    max_batch_tokens,
+    prefix_caching,
+    share_prompt_kv,
+    stop_time,
+    stop_finished,
+):
+    """Run one actor to the first boundary where a stop condition holds, or to its end.
+
+    ``held`` counts the running responses of each group; it is zero on entry and on exit, so that all actors
+    share one array.
+    """
+    head, tail, stacked, running = ints[_HEAD], ints[_TAIL], ints[_STACKED], ints[_RUNNING]
+    iteration, resident, held_tokens = ints[_ITERATION], ints[_RESIDENT], ints[_HELD_TOKENS]
+    finished, clock = ints[_FINISHED], floats[_CLOCK]
+    heap = [(np.int64(0), np.int64(0))]
+    heap.pop()
+    for position in range(stacked):
+        r = stack[position]
+        if status[r] == _ACTIVE:
+            heap.append((finish_iteration[r], r))
+            held[group[r]] += 1
+    heapq.heapify(heap)
+
+    while finished < stop_finished and clock < stop_time and (running > 0 or head < tail):
+        boundary = clock
+        prefill_tokens = np.int64(0)
+        prefill_seconds = 0.0
+        while head < tail and running < max_running:
+            r = queue[head]
+            if ready[r] > boundary:
+                break
+            tokens = prompt[r] + generated[r]
+            shared = held[group[r]] > 0
+            counted = generated[r] if (share_prompt_kv and shared) else tokens
+            if held_tokens + counted + running + 1 > capacity:
+                break
+            head += 1
+            on_actor = cached[r]
+            if prefix_caching and shared and on_actor < prompt[r]:
+                on_actor = prompt[r]
+            new = tokens - on_actor
+            if new > 0:
+                prefill_tokens += new
+                prefill_seconds += prefill_token * new + prefill_token2 * (
+                    float(tokens) * tokens - float(on_actor) * on_actor
+                )
+            held[group[r]] += 1
+            resident += tokens
+            held_tokens += counted
+            running += 1
+            status[r] = _ACTIVE
+            finish_iteration[r] = iteration + length[r] - generated[r]
+            stack[stacked] = r
+            stacked += 1
+            heapq.heappush(heap, (finish_iteration[r], r))
+        if prefill_tokens > 0:
+            batches = (prefill_tokens + max_batch_tokens - 1) // max_batch_tokens
+            prefill_seconds += prefill_fixed * batches
+            clock += prefill_seconds
+            ints[_PREFILL_TOKENS] += prefill_tokens
+            floats[_PREFILL_SECONDS] += prefill_seconds
+
+        if running == 0:
+            # Only arrivals still under way: wait for the first one.
+            if ready[queue[head]] >= stop_time:
+                break
+            clock = ready[queue[head]]
+            continue
+
+        preempted = False
+        while held_tokens + running > capacity:
+            stacked -= 1
+            r = stack[stacked]
+            if status[r] != _ACTIVE:
+                continue
+            generated[r] = length[r] - (finish_iteration[r] - iteration)
+            held[group[r]] -= 1
+            resident -= prompt[r] + generated[r]
+            held_tokens -= generated[r]
+            if not (share_prompt_kv and held[group[r]] > 0):
+                held_tokens -= prompt[r]
+            running -= 1
+            status[r] = _WAITING
+            cached[r] = 0
+            head -= 1
+            queue[head] = r
+            ints[_PREEMPTIONS] += 1
+            preempted = True
+
+        while status[heap[0][1]] != _ACTIVE or finish_iteration[heap[0][1]] != heap[0][0]:
+            heapq.heappop(heap)
+        n = min(heap[0][0] - iteration, (capacity - held_tokens) // running)
+        b_base, b_kv = base[running], kv[running]
+        if head < tail and running < max_running:
+            arrival = ready[queue[head]]
+            if preempted or boundary < arrival <= clock:
+                n = np.int64(1)
+            elif arrival > clock:
+                n = _iterations_until(clock, b_base, b_kv, running, resident, arrival, n)
+        if stop_time < np.inf:
+            n = _iterations_until(clock, b_base, b_kv, running, resident, stop_time, n)
+        seconds = n * (b_base + b_kv * resident) + b_kv * running * (n * (n - 1) * 0.5)
+        clock += seconds
+        floats[_DECODE_SECONDS] += seconds
+        ints[_TOKENS] += n * running
+        ints[_RESIDENT_SUM] += n * resident + running * (n * (n - 1) // 2)
+        iteration += n
+        resident += n * running
+        held_tokens += n * running
+
+        while len(heap) > 0 and heap[0][0] <= iteration:
+            key, r = heapq.heappop(heap)
+            if status[r] != _ACTIVE or finish_iteration[r] != key:
+                continue
+            status[r] = _DONE
+            generated[r] = length[r]
+            finish[r] = clock
+            held[group[r]] -= 1
+            resident -= prompt[r] + length[r]
+            held_tokens -= length[r]
+            if not (share_prompt_kv and held[group[r]] > 0):
+                held_tokens -= prompt[r]
+            running -= 1
+            finished += 1
+
+    for position in range(stacked):
+        r = stack[position]
+        if status[r] == _ACTIVE:
+            held[group[r]] = 0
+            generated[r] = length[r] - (finish_iteration[r] - iteration)
+    ints[_HEAD], ints[_TAIL], ints[_STACKED], ints[_RUNNING] = head, tail, stacked, running
+    ints[_ITERATION], ints[_RESIDENT], ints[_HELD_TOKENS] = iteration, resident, held_tokens
+    ints[_FINISHED], floats[_CLOCK] = finished, clock
+
+
+@dataclass
+class _Actor:
+    """Mutable state of one actor; the meaning of the entries is the kernel's."""
+
+    ints: IntArray
+    floats: FloatArray
+    queue: IntArray
+    stack: IntArray
+
+    def copy(self) -> _Actor:
+        return _Actor(self.ints.copy(), self.floats.copy(), self.queue.copy(), self.stack.copy())
+
+
+@dataclass(frozen=True)
+class ActorCounts:
+    """What an actor has done so far.
+
+    ``iterations`` is the number of decode iterations, ``tokens`` the responses' tokens they made, and
+    ``resident_sum`` the resident KV tokens summed over the iterations, so that the decode time of affine
+    costs is ``base0 * iterations + slope * tokens + kv * resident_sum``.
+    """
+
+    clock: float
+    prefill_seconds: float
+    decode_seconds: float
+    iterations: int
+    tokens: int
+    resident_sum: int
+    prefill_tokens: int
+    preemptions: int
+    finished: int
+
+
+class DecodePool:
+    """The decode actors of one step and their responses.
+
+    Parameters
+    ----------
+    profile
+        Costs; every actor has the profile's shape.
+    prompt_tokens, response_tokens, group
+        One entry per response; ``group`` numbers the prompts from 0, so that responses to one prompt share
+        its KV.
+    actors
+        How many actors there are.
+    options
+        How the engine treats prompt KV.
+
+    Raises
+    ------
+    InputError
+        When a response cannot fit the KV capacity of an actor even alone.
+
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        prompt_tokens: IntArray,
+        response_tokens: IntArray,
+        group: IntArray,
+        actors: int,
+        options: EngineOptions | None = None,
+    ) -> None:
+        options = options or EngineOptions()
+        n = len(prompt_tokens)
+        self.profile = profile
+        self.prompt_tokens = np.ascontiguousarray(prompt_tokens, dtype=np.int64)
+        self.response_tokens = np.ascontiguousarray(response_tokens, dtype=np.int64)
+        self.group = np.ascontiguousarray(group, dtype=np.int64)
+        capacity = profile.actor.kv_capacity_tokens
+        whole = self.prompt_tokens + self.response_tokens
+        if n and int(whole.max()) > capacity:
+            row = int(np.argmax(whole))
+            raise InputError(
+                f"response {row} needs {whole[row]} KV tokens, an actor of profile {profile.name} "
+                f"holds {capacity}"
+            )
+        self.generated = np.zeros(n, dtype=np.int64)
+        self.cached = np.zeros(n, dtype=np.int64)
+        self.ready = np.zeros(n, dtype=np.float64)
+        self.finish = np.full(n, np.inf)
+        self.owner = np.full(n, -1, dtype=np.int64)
+        self._status = np.zeros(n, dtype=np.int8)
+        self._finish_iteration = np.zeros(n, dtype=np.int64)
+        self._held = np.zeros(int(self.group.max()) + 1 if n else 0, dtype=np.int64)
+        base, kv = profile.decode_tables
+        prefill = profile.prefill
+        # Prefill costs hold on the profile's prefill GPUs; a decode actor has its own count.
+        scale = prefill.gpus / profile.actor.gpus
+        self._costs = (
+            base,
+            kv,
+            profile.actor.max_running,
+            capacity,
+            prefill.fixed_seconds,
+            prefill.token_seconds * scale,
+            prefill.token2_seconds * scale,
+            prefill.max_batch_tokens,
+            options.prefix_caching,
+            options.share_prompt_kv,
+        )
+        empty = np.empty(0, dtype=np.int64)
+        self._actors = [
+            _Actor(np.zeros(_INTEGERS, dtype=np.int64), np.zeros(_FLOATS), empty, empty)
+            for _ in range(actors)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start(self, actor: int, time: float) -> None:
+        """Set the clock of an actor that has not run yet."""
+        self._actors[actor].floats[_CLOCK] = time
+
+    def add(self, actor: int, responses: IntArray, ready: float = 0.0) -> None:
+        """Append responses to an actor's queue, in admission order; they can be admitted from ``ready`` on."""
+        state = self._actors[actor]
+        head, tail, stacked = state.ints[_HEAD], state.ints[_TAIL], state.ints[_STACKED]
+        # The head part stays: preempted responses return to it.
+        state.queue = np.concatenate((state.queue[:tail], np.asarray(responses, dtype=np.int64)))
+        room = stacked + len(state.queue) - head
+        if room > len(state.stack):
+            state.stack = np.concatenate((state.stack[:stacked], np.zeros(room - stacked, dtype=np.int64)))
+        state.ints[_TAIL] = len(state.queue)
+        self.ready[responses] = ready
+        self.owner[responses] = actor
+        self._status[responses] = _WAITING
+
+    def run(self, actor: int, *, until: float = np.inf, finished: int = _NEVER) -> float:
+        """Run an actor to its end, or to the first boundary at or after ``until`` or with ``finished`` done.
+
+        Returns the actor's clock.
+        """
+        state = self._actors[actor]
+        _advance(
+            state.ints,
+            state.floats,
+            state.queue,
+            state.stack,
+            self._held,
+            self.prompt_tokens,
+            self.response_tokens,
+            self.group,
+            self.generated,
+            self.cached,
+            self.ready,
+            self._status,
+            self._finish_iteration,
+            self.finish,
+            *self._costs,
+            until,
+            finished,
+        )
+        return float(state.floats[_CLOCK])
+
+    def remove(self, actor: int, responses: IntArray | None = None) -> tuple[IntArray, IntArray]:
+        """Take unfinished responses off an actor: all of them, or the given ones.
+
+        Returns the running and the waiting ones among them, each in the actor's order. The running ones'
+        KV is ``prompt + generated`` tokens each; where it goes is the caller's business (``cached``).
+        """
+        state = self._actors[actor]
+        stack = state.stack[: state.ints[_STACKED]]
+        queue = state.queue[state.ints[_HEAD] : state.ints[_TAIL]]
+        active = stack[self._status[stack] == _ACTIVE]
+        if responses is not None:
+            active = active[np.isin(active, responses)]
+            waiting = queue[np.isin(queue, responses)]
+        else:
+            waiting = queue.copy()
+        if len(active):
+            tokens = self.prompt_tokens[active] + self.generated[active]
+            state.ints[_RESIDENT] -= int(tokens.sum())
+            state.ints[_RUNNING] -= len(active)
+            self._status[active] = _WAITING
+            left = stack[np.isin(stack, active, invert=True)]
+            state.stack[: len(left)] = left
+            state.ints[_STACKED] = len(left)
+            running = left[self._status[left] == _ACTIVE]
+            state.ints[_HELD_TOKENS] = self._counted_tokens(running)
+        kept = queue[np.isin(queue, waiting, invert=True)]
+        tail = int(state.ints[_TAIL])
+        state.queue[tail - len(kept) : tail] = kept
+        state.ints[_HEAD] = tail - len(kept)
+        return active, waiting
+
+    def _counted_tokens(self, running: IntArray) -> int:
+        """Return the KV tokens that the running responses count against the capacity."""
+        tokens = int(self.generated[running].sum())
+        share_prompt_kv = self._costs[-1]
+        if share_prompt_kv:
+            _, first = np.unique(self.group[running], return_index=True)
+            return tokens + int(self.prompt_tokens[running[first]].sum())
+        return tokens + int(self.prompt_tokens[running].sum())
+
+    def counts(self, actor: int) -> ActorCounts:
+        """Return what an actor has done so far."""
+        state = self._actors[actor]
+        return ActorCounts(
+            clock=float(state.floats[_CLOCK]),
+            prefill_seconds=float(state.floats[_PREFILL_SECONDS]),
+            decode_seconds=float(state.floats[_DECODE_SECONDS]),
+            iterations=int(state.ints[_ITERATION]),
+            tokens=int(state.ints[_TOKENS]),
+            resident_sum=int(state.ints[_RESIDENT_SUM]),
+            prefill_tokens=int(state.ints[_PREFILL_TOKENS]),
+            preemptions=int(state.ints[_PREEMPTIONS]),
+            finished=int(state.ints[_FINISHED]),
+        )
+
+    def copy(self) -> DecodePool:
+        """Return an independent copy of the state, to look ahead from."""
+        twin = object.__new__(DecodePool)
+        twin.__dict__.update(self.__dict__)
+        for name in ("generated", "cached", "ready", "finish", "owner", "_status", "_finish_iteration"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin._held = self._held.copy()
+        twin._actors = [actor.copy() for actor in self._actors]
+        return twin
+
+
+def decode_one(
+    profile: Profile,
+    prompt_tokens: IntArray,
+    response_tokens: IntArray,
+    group: IntArray,
+    options: EngineOptions | None = None,
+    cached_tokens: IntArray | None = None,
+) -> tuple[FloatArray, ActorCounts]:
+    """Decode a batch on one actor from time 0, all of it waiting in the given order.
+
+    Returns the finish time of each response, in seconds, shape (n,), and the actor's counts.
+    """
+    pool = DecodePool(profile, prompt_tokens, response_tokens, group, 1, options)
+    if cached_tokens is not None:
+        pool.cached[:] = cached_tokens
+    pool.add(0, np.arange(len(prompt_tokens), dtype=np.int64))
+    pool.run(0)
+    return pool.finish, pool.counts(0)

@@ -1,0 +1,1 @@
+"""Traces: the columns of a run, reading and writing, importers, and the synthetic generator."""
