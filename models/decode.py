@@ -22,6 +22,7 @@ two. The prompt part of a response is free while another response of its group r
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,8 @@ _FLOATS = 3
 
 _WAITING, _ACTIVE, _DONE = 0, 1, 2
 _NEVER = np.iinfo(np.int64).max
+_ID_BITS = np.int64(31)
+_ID_MASK = np.int64(2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,12 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
     head, tail, stacked, running = ints[_HEAD], ints[_TAIL], ints[_STACKED], ints[_RUNNING]
     iteration, resident, held_tokens = ints[_ITERATION], ints[_RESIDENT], ints[_HELD_TOKENS]
     finished, clock = ints[_FINISHED], floats[_CLOCK]
-    heap = [(np.int64(0), np.int64(0))]
-    heap.pop()
+    # One integer a heap entry: the iteration in which a response finishes, then the response.
+    heap = [np.int64(0) for _ in range(0)]
     for position in range(stacked):
         r = stack[position]
         if status[r] == _ACTIVE:
-            heap.append((finish_iteration[r], r))
+            heap.append((finish_iteration[r] << _ID_BITS) | r)
             held[group[r]] += 1
     heapq.heapify(heap)
 
@@ -156,7 +159,7 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
             finish_iteration[r] = iteration + length[r] - generated[r]
             stack[stacked] = r
             stacked += 1
-            heapq.heappush(heap, (finish_iteration[r], r))
+            heapq.heappush(heap, (finish_iteration[r] << _ID_BITS) | r)
         if prefill_tokens > 0:
             batches = (prefill_tokens + max_batch_tokens - 1) // max_batch_tokens
             prefill_seconds += prefill_fixed * batches
@@ -191,9 +194,13 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
             ints[_PREEMPTIONS] += 1
             preempted = True
 
-        while status[heap[0][1]] != _ACTIVE or finish_iteration[heap[0][1]] != heap[0][0]:
+        # A preempted response leaves a stale entry behind.
+        while (
+            status[heap[0] & _ID_MASK] != _ACTIVE
+            or finish_iteration[heap[0] & _ID_MASK] != heap[0] >> _ID_BITS
+        ):
             heapq.heappop(heap)
-        n = min(heap[0][0] - iteration, (capacity - held_tokens) // running)
+        n = min((heap[0] >> _ID_BITS) - iteration, (capacity - held_tokens) // running)
         b_base, b_kv = base[running], kv[running]
         if head < tail and running < max_running:
             arrival = ready[queue[head]]
@@ -212,9 +219,10 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
         resident += n * running
         held_tokens += n * running
 
-        while len(heap) > 0 and heap[0][0] <= iteration:
-            key, r = heapq.heappop(heap)
-            if status[r] != _ACTIVE or finish_iteration[r] != key:
+        while len(heap) > 0 and heap[0] >> _ID_BITS <= iteration:
+            entry = heapq.heappop(heap)
+            r = entry & _ID_MASK
+            if status[r] != _ACTIVE or finish_iteration[r] != entry >> _ID_BITS:
                 continue
             status[r] = _DONE
             generated[r] = length[r]
@@ -235,6 +243,29 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
     ints[_HEAD], ints[_TAIL], ints[_STACKED], ints[_RUNNING] = head, tail, stacked, running
     ints[_ITERATION], ints[_RESIDENT], ints[_HELD_TOKENS] = iteration, resident, held_tokens
     ints[_FINISHED], floats[_CLOCK] = finished, clock
+
+
+_Costs = tuple[FloatArray, FloatArray, int, int, float, float, float, int, bool, bool]
+
+
+def _costs(profile: Profile, options: EngineOptions) -> _Costs:
+    """Return the kernel's cost arguments."""
+    base, kv = profile.decode_tables
+    prefill = profile.prefill
+    # Prefill costs hold on the profile's prefill GPUs; a decode actor has its own count.
+    scale = prefill.gpus / profile.actor.gpus
+    return (
+        base,
+        kv,
+        profile.actor.max_running,
+        profile.actor.kv_capacity_tokens,
+        prefill.fixed_seconds,
+        prefill.token_seconds * scale,
+        prefill.token2_seconds * scale,
+        prefill.max_batch_tokens,
+        options.prefix_caching,
+        options.share_prompt_kv,
+    )
 
 
 @dataclass
@@ -323,22 +354,7 @@ class DecodePool:
         self._status = np.zeros(n, dtype=np.int8)
         self._finish_iteration = np.zeros(n, dtype=np.int64)
         self._held = np.zeros(int(self.group.max()) + 1 if n else 0, dtype=np.int64)
-        base, kv = profile.decode_tables
-        prefill = profile.prefill
-        # Prefill costs hold on the profile's prefill GPUs; a decode actor has its own count.
-        scale = prefill.gpus / profile.actor.gpus
-        self._costs = (
-            base,
-            kv,
-            profile.actor.max_running,
-            capacity,
-            prefill.fixed_seconds,
-            prefill.token_seconds * scale,
-            prefill.token2_seconds * scale,
-            prefill.max_batch_tokens,
-            options.prefix_caching,
-            options.share_prompt_kv,
-        )
+        self._costs = _costs(profile, options)
         empty = np.empty(0, dtype=np.int64)
         self._actors = [
             _Actor(np.zeros(_INTEGERS, dtype=np.int64), np.zeros(_FLOATS), empty, empty)
@@ -457,6 +473,55 @@ class DecodePool:
         twin._held = self._held.copy()
         twin._actors = [actor.copy() for actor in self._actors]
         return twin
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _block_ends(bounds, order, prompt, length, group, cached, costs):  # type: ignore[no-untyped-def]  # pragma: no cover
+    n = len(prompt)
+    ends = np.zeros(len(bounds) - 1)
+    generated = np.zeros(n, dtype=np.int64)
+    ready = np.zeros(n)
+    status = np.zeros(n, dtype=np.int8)
+    finish_iteration = np.zeros(n, dtype=np.int64)
+    finish = np.zeros(n)
+    own = cached.copy()
+    held = np.zeros(group.max() + 1 if n else 0, dtype=np.int64)
+    for block in range(len(bounds) - 1):
+        queue = order[bounds[block] : bounds[block + 1]].copy()
+        ints = np.zeros(_INTEGERS, dtype=np.int64)
+        ints[_TAIL] = len(queue)
+        floats = np.zeros(_FLOATS)
+        _advance(
+            ints, floats, queue, queue.copy(), held, prompt, length, group, generated, own, ready, status,
+            finish_iteration, finish, costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6],
+            costs[7], costs[8], costs[9], np.inf, _NEVER,
+        )  # fmt: skip
+        ends[block] = floats[_CLOCK]
+    return ends
+
+
+def block_times(
+    profile: Profile,
+    prompt_tokens: IntArray,
+    response_tokens: IntArray,
+    group: IntArray,
+    blocks: Sequence[IntArray],
+    cached_tokens: IntArray,
+    options: EngineOptions | None = None,
+) -> FloatArray:
+    """Return the seconds each block of responses takes on an actor of its own, shape (blocks,).
+
+    The fast path for planning, on predicted lengths: the same kernel as :class:`DecodePool`, without its
+    state. Lengths that would not fit an actor are cut to its capacity, since a prediction may exceed it.
+    """
+    capacity = profile.actor.kv_capacity_tokens
+    length = np.minimum(response_tokens, np.maximum(capacity - prompt_tokens, 1))
+    bounds = np.concatenate(([0], np.cumsum([len(block) for block in blocks]))).astype(np.int64)
+    order = np.concatenate(blocks).astype(np.int64)
+    ends: FloatArray = _block_ends(
+        bounds, order, prompt_tokens, length, group, cached_tokens, _costs(profile, options or EngineOptions())
+    )
+    return ends
 
 
 def decode_one(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rlhfless.traces.errors import InputError
+from rlhfless.traces.errors import first_problem as first_problem
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = NonNegative
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -25,6 +27,21 @@ class Part(BaseModel):
     """A frozen part of a profile; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: str) -> Self:
+        """Build the part from plain values; ``where`` (a file or option) opens the message of an error.
+
+        Raises
+        ------
+        InputError
+            One line that names the place, the key and the rule.
+
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{where}: {first_problem(error)}") from None
 
 
 class ActorShape(Part):
@@ -55,7 +72,9 @@ class DecodeCost(Part):
                 raise ValueError(f"batch must increase, but {following} follows {previous}")
         for name in ("base_seconds", "kv_token_seconds"):
             if len(getattr(self, name)) != len(self.batch):
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, batch has {len(self.batch)}")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries, batch has {len(self.batch)}"
+                )
         return self
 
     def tables(self, max_running: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -161,7 +180,7 @@ class Profile(Part):
     memory: Memory
     links: Links
     functions: Functions = Functions()
-    usd_per_gpu_hour: Annotated[float, Field(ge=0)] = 0.0
+    usd_per_gpu_hour: NonNegative = 0.0
     source: Mapping[str, str]
 
     @model_validator(mode="after")
@@ -172,21 +191,6 @@ class Profile(Part):
                 raise ValueError(f"stages.{name} is not a stage; stages are {', '.join(known)}")
         return self
 
-    @classmethod
-    def parse(cls, values: Mapping[str, Any], where: str) -> Profile:
-        """Build a profile from plain values; ``where`` (a file or option) opens the message of an error.
-
-        Raises
-        ------
-        InputError
-            One line that names the place, the key and the rule.
-
-        """
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"{where}: {first_problem(error)}") from None
-
     @cached_property
     def decode_tables(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Base and kv seconds by running responses, ``0..max_running`` (host overhead included)."""
@@ -195,13 +199,3 @@ class Profile(Part):
     def label(self) -> str:
         """Name the profile for an output, with a mark unless its decode numbers were measured."""
         return self.name if self.kind == "measured" else f"{self.name} [{self.kind}]"
-
-
-def first_problem(error: ValidationError) -> str:
-    """Return the first problem of a pydantic error as ``key: rule``, in one line."""
-    problem = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ").replace("\n", " ")
-    text = f"{key}: {message}" if key else message
-    value = problem.get("input")
-    return f"{text} (got {value!r})" if isinstance(value, str | int | float) else text

@@ -91,10 +91,6 @@ class Trace:
 
     def select(self, rows: IntArray) -> Trace:
         """Return a trace of the given rows, which must be in step order."""
-
-        def at(column: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
-            return None if column is None else column[rows]
-
         return replace(
             self,
             step=self.step[rows],
@@ -103,8 +99,8 @@ class Trace:
             sample=self.sample[rows],
             prompt_tokens=self.prompt_tokens[rows],
             response_tokens=self.response_tokens[rows],
-            answer_tokens=at(self.answer_tokens),
-            truncated=at(self.truncated),
+            answer_tokens=None if self.answer_tokens is None else self.answer_tokens[rows],
+            truncated=None if self.truncated is None else self.truncated[rows],
             prefix_blocks=None if self.prefix_blocks is None else self.prefix_blocks.take(rows),
         )
 
@@ -150,7 +146,9 @@ class Trace:
             if self.block_tokens is None or self.block_tokens < 1:
                 raise InputError(f"{where}: prefix_blocks needs block_tokens of at least 1")
             if len(self.prefix_blocks.offsets) != n + 1:
-                raise InputError(f"{where}: prefix_blocks has {len(self.prefix_blocks.offsets) - 1} rows, step has {n}")
+                raise InputError(
+                    f"{where}: prefix_blocks has {len(self.prefix_blocks.offsets) - 1} rows, step has {n}"
+                )
         order = np.lexsort((self.sample, self.prompt, self.step))
         same = (
             (np.diff(self.step[order]) == 0)
@@ -158,7 +156,9 @@ class Trace:
             & (np.diff(self.sample[order]) == 0)
         )
         if same.any():
-            first, second = sorted(int(order[i]) for i in (np.flatnonzero(same)[0], np.flatnonzero(same)[0] + 1))
+            first, second = sorted(
+                int(order[i]) for i in (np.flatnonzero(same)[0], np.flatnonzero(same)[0] + 1)
+            )
             raise InputError(
                 f"{where}: rows {first + 1} and {second + 1}: two rows for one response "
                 f"(step {self.step[first]}, prompt {self.prompt_ids[self.prompt[first]]}, "
@@ -174,7 +174,7 @@ class RunLog:
     """What a training log records of each step: length statistics and stage times, no single responses.
 
     Arrays have one entry per logged training step, ascending; a value that a step lacks is NaN. Seconds and
-    tokens. ``stages`` maps a stage name (``generation``, ``old_log_prob``, ``reference``, ``values``,
+    tokens. ``stages`` maps a stage name (``generation``, ``old_log_prob``, ``reference``, ``value``,
     ``reward``, ``update_actor``, ``update_critic``, ``adv``, ``testing``, ``save_checkpoint``, ``step``, ...)
     to its seconds in each step.
     """

@@ -1,0 +1,315 @@
+"""A plan: what a policy decides for one step, in memory and as the JSON that external runtimes read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlhfless.models.cluster import Cluster
+from rlhfless.models.profile import first_problem
+from rlhfless.traces.errors import InputError
+from rlhfless.traces.trace import IntArray, Trace
+
+SCHEMA = "rlhfless.plan/1"
+Platform = Literal["serverless", "serverful"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Prefill(_Part):
+    """Where prompts are prefilled.
+
+    ``local``: every decode actor prefills its own prompts. ``deduplicated``: one prefill actor on the
+    learner's GPUs prefills each distinct prefix of up to ``shared_prefix_tokens`` tokens once (null: whole
+    prompts) and sends the KV; decode actors prefill the rest.
+    """
+
+    mode: Literal["local", "deduplicated"] = "local"
+    gpus: Annotated[int, Field(ge=0)] = 0
+    node: Annotated[int, Field(ge=0)] = 0
+    shared_prefix_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class Migration(_Part):
+    """What happens to stragglers.
+
+    ``none``; or ``local``: an actor that has completed ``threshold`` of its responses ends, and its
+    unfinished ones move to other running actors with open slots (RLHFless, sec. 4.3). Further fields say
+    what the paper leaves open:
+
+    ``wait_for_slots``: without enough open slots the cut waits for them, else it is dropped.
+    ``kv``: moved responses bring their KV over the link, or the target recomputes it.
+    ``slots``: an actor has as many slots as it was assigned responses, or as the engine can run.
+    ``target``: moved responses go, one by one, to the actor with the most open slots or the most unfinished
+    work.
+    ``count_moved``: responses that moved in count towards an actor's threshold.
+    ``keep_first``: actor 0, which sits beside the learner with the longest responses, is never cut.
+    """
+
+    rule: Literal["none", "local"] = "none"
+    threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    wait_for_slots: bool = True
+    kv: Literal["transfer", "recompute"] = "transfer"
+    slots: Literal["assigned", "engine"] = "assigned"
+    target: Literal["most_slots", "most_unfinished"] = "most_slots"
+    count_moved: bool = True
+    keep_first: bool = True
+
+
+class Learner(_Part):
+    """The GPUs that train the actor: ``gpus`` consecutive ones from the first GPU of ``node``."""
+
+    gpus: Annotated[int, Field(ge=1)]
+    node: Annotated[int, Field(ge=0)] = 0
+
+
+class Prewarm(_Part):
+    """When functions are invoked before they are needed.
+
+    ``learning_seconds`` is the duration that the policy expects of the learning stage before this step; an
+    actor's ``prewarm_seconds`` counts back from its expected end.
+    """
+
+    learning_seconds: Annotated[float, Field(ge=0)] | None = None
+
+
+class LowerBound(_Part):
+    """Proven lower bounds on the predicted lengths."""
+
+    generation_seconds: float
+    gpu_seconds: float
+
+
+class Predicted(_Part):
+    """What the policy expects of its plan, on predicted lengths. ``gpu_seconds`` are those of generation."""
+
+    generation_seconds: float
+    gpu_seconds: float
+    step_seconds: float | None = None
+    lower_bound: LowerBound | None = None
+
+
+class _ActorDocument(_Part):
+    id: Annotated[int, Field(ge=0)]
+    gpus: Annotated[int, Field(ge=1)]
+    node: Annotated[int, Field(ge=0)]
+    responses: tuple[tuple[str, Annotated[int, Field(ge=0)]], ...]
+    prewarm_seconds: Annotated[float, Field(ge=0)] = 0.0
+    colocated: bool = False
+
+
+class PlanDocument(_Part):
+    """The JSON form of a plan. Its JSON Schema stands in ``plan.schema.json`` beside this module."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="rlhfless plan, version 1")
+
+    version: Literal["rlhfless.plan/1"] = Field(alias="schema")
+    step: Annotated[int, Field(ge=0)]
+    policy: str
+    platform: Platform
+    prefill: Prefill = Prefill()
+    actors: Annotated[tuple[_ActorDocument, ...], Field(min_length=1)]
+    migration: Migration = Migration()
+    learner: Learner
+    preparation: Literal["learner", "separate"] = "separate"
+    prewarm: Prewarm | None = None
+    predicted: Predicted | None = None
+
+
+@dataclass(frozen=True)
+class ActorPlan:
+    """One decode actor: ``responses`` are rows of the step's batch, in admission order.
+
+    ``colocated``: it sits on the learner's GPUs, so the new weights are there at once. ``prewarm_seconds``:
+    how long before the expected end of the learning stage its function is invoked.
+    """
+
+    gpus: int
+    node: int
+    responses: IntArray
+    prewarm_seconds: float = 0.0
+    colocated: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy decides for one step. ``predicted_tokens`` is what it expected of each response.
+
+    ``preparation`` says whether the stages between generation and learning run on the learner's GPUs, one
+    after the other, or each on GPUs of its own.
+    """
+
+    step: int
+    policy: str
+    platform: Platform
+    actors: tuple[ActorPlan, ...]
+    learner: Learner
+    prefill: Prefill = Prefill()
+    migration: Migration = Migration()
+    preparation: Literal["learner", "separate"] = "separate"
+    prewarm: Prewarm | None = None
+    predicted: Predicted | None = None
+    predicted_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def document(self, batch: Trace) -> dict[str, Any]:
+        """Return the JSON form, with responses named ``[prompt_id, sample]``."""
+        ids = batch.prompt_ids
+        prompts, samples = batch.prompt, batch.sample
+        return {
+            "schema": SCHEMA,
+            "step": self.step,
+            "policy": self.policy,
+            "platform": self.platform,
+            "prefill": self.prefill.model_dump(),
+            "actors": [
+                {
+                    "id": number,
+                    "gpus": actor.gpus,
+                    "node": actor.node,
+                    "responses": [[ids[prompts[r]], int(samples[r])] for r in actor.responses.tolist()],
+                    "prewarm_seconds": actor.prewarm_seconds,
+                    "colocated": actor.colocated,
+                }
+                for number, actor in enumerate(self.actors)
+            ],
+            "migration": self.migration.model_dump(),
+            "learner": self.learner.model_dump(),
+            "preparation": self.preparation,
+            "prewarm": None if self.prewarm is None else self.prewarm.model_dump(),
+            "predicted": None if self.predicted is None else self.predicted.model_dump(),
+        }
+
+
+def parse_plan(values: Mapping[str, Any], batch: Trace, where: str) -> Plan:
+    """Build a plan from its JSON form for the given step's batch.
+
+    Raises
+    ------
+    InputError
+        In one line, when a key is wrong, a response is unknown, or one stands in no actor or in two.
+
+    """
+    try:
+        document = PlanDocument.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{where}: {first_problem(error)}") from None
+    code = {name: number for number, name in enumerate(batch.prompt_ids)}
+    row = {(int(p), int(s)): r for r, (p, s) in enumerate(zip(batch.prompt, batch.sample, strict=True))}
+    actors = []
+    for actor in document.actors:
+        rows = []
+        for prompt_id, sample in actor.responses:
+            found = row.get((code.get(prompt_id, -1), sample))
+            if found is None:
+                raise InputError(
+                    f"{where}: actor {actor.id}: response [{prompt_id}, {sample}] is not in step {document.step}"
+                )
+            rows.append(found)
+        actors.append(
+            ActorPlan(
+                gpus=actor.gpus,
+                node=actor.node,
+                responses=np.array(rows, dtype=np.int64),
+                prewarm_seconds=actor.prewarm_seconds,
+                colocated=actor.colocated,
+            )
+        )
+    plan = Plan(
+        step=document.step,
+        policy=document.policy,
+        platform=document.platform,
+        actors=tuple(actors),
+        learner=document.learner,
+        prefill=document.prefill,
+        migration=document.migration,
+        preparation=document.preparation,
+        prewarm=document.prewarm,
+        predicted=document.predicted,
+    )
+    check_responses(plan, batch, where)
+    return plan
+
+
+def check_responses(plan: Plan, batch: Trace, where: str) -> None:
+    """Refuse a plan in which a response of the batch does not stand in exactly one actor."""
+    n = len(batch)
+    rows = np.concatenate([actor.responses for actor in plan.actors])
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= n):
+        raise InputError(f"{where}: the plan names row {int(rows.max())} of a batch of {n} responses")
+    times = np.bincount(rows, minlength=n)
+    wrong = np.flatnonzero(times != 1)
+    if len(wrong):
+        r = int(wrong[0])
+        name = f"[{batch.prompt_ids[batch.prompt[r]]}, {int(batch.sample[r])}]"
+        rule = "stands in no actor" if times[r] == 0 else f"is named {times[r]} times"
+        raise InputError(f"{where}: response {name} {rule}; every response must stand in exactly one actor")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The GPUs of a plan's parts, as numbers ``node * gpus_per_node + index``."""
+
+    actors: tuple[tuple[int, ...], ...]
+    learner: tuple[int, ...]
+
+
+def allocate(plan: Plan, cluster: Cluster, where: str) -> Allocation:
+    """Give every actor and the learner their GPUs.
+
+    A co-located actor takes GPUs of the learner. Another one takes the lowest free GPUs of its node, those
+    of the learner last, since a function cannot be prewarmed on them while the learner works.
+
+    Raises
+    ------
+    InputError
+        In one line, when a node or the cluster has too few GPUs.
+
+    """
+    per_node, total = cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node
+    first = plan.learner.node * per_node
+    if plan.learner.node >= cluster.nodes or first + plan.learner.gpus > total:
+        raise InputError(
+            f"{where}: the learner asks for {plan.learner.gpus} GPUs from node {plan.learner.node} on, "
+            f"the cluster has {cluster.nodes} nodes of {per_node}"
+        )
+    learner = tuple(range(first, first + plan.learner.gpus))
+    taken: set[int] = set()
+    actors = []
+    for number, actor in enumerate(plan.actors):
+        if actor.node >= cluster.nodes:
+            raise InputError(f"{where}: actor {number}: node {actor.node} does not exist, nodes are 0..{cluster.nodes - 1}")
+        own = range(actor.node * per_node, (actor.node + 1) * per_node)
+        if actor.colocated:
+            candidates = [g for g in learner if g not in taken]
+            candidates += [g for g in own if g not in taken and g not in learner]
+        else:
+            free = [g for g in own if g not in taken]
+            candidates = [g for g in free if g not in learner] + [g for g in free if g in learner]
+        chosen = tuple(candidates[: actor.gpus])
+        if len(chosen) < actor.gpus:
+            raise InputError(
+                f"{where}: actor {number} asks for {actor.gpus} GPUs on node {actor.node}, "
+                f"which has {len(chosen)} left of {per_node}"
+            )
+        taken.update(chosen)
+        actors.append(chosen)
+    return Allocation(tuple(actors), learner)
+
+
+@cache
+def plan_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a plan, as the package ships it."""
+    text = files("rlhfless.models").joinpath("plan.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+

@@ -1,0 +1,62 @@
+"""The response lengths that a run has seen so far."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfless.traces.trace import FloatArray, IntArray, Trace
+
+
+class LengthHistory:
+    """Per prompt, the mean and the longest response of its last few appearances.
+
+    Parameters
+    ----------
+    prompts
+        How many prompts the run has.
+    depth
+        How many appearances are kept.
+
+    """
+
+    def __init__(self, prompts: int, depth: int = 8) -> None:
+        self._mean = np.full((depth, prompts), np.nan)
+        self._max = np.full((depth, prompts), np.nan)
+        self._tokens = 0
+        self._responses = 0
+        self._answered_tokens = 0
+        self._answer_tokens = 0
+
+    def record(self, batch: Trace) -> None:
+        """Add a step's true lengths, once the step is over."""
+        prompts, group = np.unique(batch.prompt, return_inverse=True)
+        count = np.bincount(group)
+        mean = np.bincount(group, weights=batch.response_tokens) / count
+        longest = np.zeros(len(prompts))
+        np.maximum.at(longest, group, batch.response_tokens)
+        for store, values in ((self._mean, mean), (self._max, longest)):
+            store[1:, prompts] = store[:-1, prompts]
+            store[0, prompts] = values
+        self._tokens += int(batch.response_tokens.sum())
+        self._responses += len(batch)
+        if batch.answer_tokens is not None:
+            self._answered_tokens += int(batch.response_tokens.sum())
+            self._answer_tokens += int(batch.answer_tokens.sum())
+
+    def recent(self, prompt: IntArray, appearances: int, statistic: str = "mean") -> FloatArray:
+        """Return the given prompts' last lengths, newest first, shape (appearances, len(prompt)); NaN if none.
+
+        ``statistic`` is ``mean`` or ``max`` over the prompt's responses of one appearance.
+        """
+        store = self._mean if statistic == "mean" else self._max
+        return store[:appearances, prompt]
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Mean length of all responses so far, or None before the first."""
+        return self._tokens / self._responses if self._responses else None
+
+    @property
+    def tokens_per_answer_token(self) -> float | None:
+        """Response tokens per token of the reference answer so far, or None before the first."""
+        return self._answered_tokens / self._answer_tokens if self._answer_tokens else None

@@ -1,0 +1,161 @@
+"""Scaling: how many decode actors a step gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from rlhfless.models.decode import block_times
+from rlhfless.models.prefix import PrefixTree
+from rlhfless.policies.assign import Groups
+from rlhfless.policies.base import StepView
+from rlhfless.traces.errors import InputError
+from rlhfless.traces.trace import FloatArray, IntArray
+
+#: Splits the batch over so many actors.
+Split = Callable[[int], Groups]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a scaling rule plans on: predicted lengths, and the KV that prefill brings along."""
+
+    view: StepView
+    predicted_tokens: IntArray
+    cached_tokens: IntArray
+    prefill_seconds: float
+
+    def exact_seconds(self, groups: Sequence[IntArray]) -> FloatArray:
+        """Return each group's decode time on the predicted lengths, by the replay's own kernel."""
+        view = self.view
+        return block_times(
+            view.profile,
+            view.prompt_tokens,
+            self.predicted_tokens,
+            view.tree.group,
+            groups,
+            self.cached_tokens,
+            view.options.engine,
+        )
+
+    def paper_seconds(self, groups: Sequence[IntArray]) -> FloatArray:
+        """Return each group's TPOT times its longest predicted length (RLHFless, sec. 4.4 and 4.5).
+
+        The paper profiles TPOT with dummy batches at several maximum lengths and prints no formula. Here it
+        is the iteration time at the group's initial batch, all of it half way to the longest length; a group
+        beyond ``max_running`` takes several such waves.
+        """
+        base, kv = self.view.profile.decode_tables
+        count = np.array([len(group) for group in groups])
+        running = np.minimum(count, self.view.profile.actor.max_running)
+        longest = np.array([self.predicted_tokens[group].max() for group in groups], dtype=np.float64)
+        prompt = np.array([self.view.prompt_tokens[group].mean() for group in groups])
+        tpot = base[running] + kv[running] * running * (prompt + longest / 2)
+        seconds: FloatArray = tpot * longest * np.ceil(count / np.maximum(running, 1))
+        return seconds
+
+
+class Scaling(Protocol):
+    """Chooses the number of actors, and with it the groups."""
+
+    def __call__(self, work: Work, split: Split, most: int) -> Groups:
+        """Return the chosen split; ``most`` is how many actors the GPUs allow."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedActors:
+    """Always ``actors`` actors; null fills the GPUs at hand."""
+
+    actors: int | None = None
+
+    def __call__(self, work: Work, split: Split, most: int) -> Groups:
+        """Return the split over the fixed number."""
+        actors = most if self.actors is None else self.actors
+        if not 1 <= actors <= most:
+            raise InputError(f"the policy asks for {actors} actors, the GPUs allow 1 to {most}")
+        return split(min(actors, len(work.view)))
+
+
+@dataclass(frozen=True)
+class MinMaxScore:
+    """The count that minimises ``weight * time + (1 - weight) * cost``, each scaled to 0..1 over the counts.
+
+    RLHFless, sec. 4.4: time is the slowest actor's, cost the GPU seconds of all, and the default weight
+    (lambda) 0.7. The scaling to 0..1 makes the choice depend on the range of counts; counts that break the
+    locality condition are left out before it. Ties go to the smaller count.
+
+    Parameters
+    ----------
+    weight
+        The weight of time.
+    estimate
+        ``paper``: TPOT at the initial batch times the longest length, which overstates large batches, so that
+        cost may fall as actors are added; ``exact``: the decode time on the predicted lengths.
+    least, most
+        Range of counts; null ``most`` is what the GPUs allow.
+    locality
+        Which condition keeps transfers hidden (sec. 4.5): ``none``, ``printed``, or ``exact``.
+
+    """
+
+    weight: float = 0.7
+    estimate: Literal["paper", "exact"] = "exact"
+    least: int = 1
+    most: int | None = None
+    locality: Literal["none", "printed", "exact"] = "none"
+
+    def __call__(self, work: Work, split: Split, most: int) -> Groups:
+        """Return the split with the best score."""
+        highest = min(most if self.most is None else min(self.most, most), len(work.view))
+        if self.least > highest:
+            raise InputError(f"scaling from {self.least} actors on, the GPUs allow {highest}")
+        splits = [split(actors) for actors in range(self.least, highest + 1)]
+        flat = [group for groups in splits for group in groups]
+        seconds = work.exact_seconds(flat) if self.estimate == "exact" else work.paper_seconds(flat)
+        ends = np.cumsum([len(groups) for groups in splits])
+        times = np.split(seconds, ends[:-1])
+        allowed = [
+            i for i, groups in enumerate(splits) if self.locality == "none" or self._hidden(work, groups, times[i])
+        ] or [0]
+        slowest = np.array([times[i].max() for i in allowed])
+        cost = np.array([times[i].sum() for i in allowed]) * work.view.profile.actor.gpus
+        score = self.weight * _scaled(slowest) + (1 - self.weight) * _scaled(cost)
+        return splits[allowed[int(np.argmin(score))]]
+
+    def _hidden(self, work: Work, groups: Groups, decode: FloatArray) -> bool:
+        """Tell whether every later actor's transfers end before the first actor does."""
+        view = work.view
+        memory, links = view.profile.memory, view.profile.links
+        per_node = view.cluster.gpus_per_node // view.profile.actor.gpus
+        limit = work.prefill_seconds + decode[0]
+        kv_free = work.prefill_seconds
+        for number, group in enumerate(groups[1:], start=1):
+            link = links.within_node if number < per_node else links.between_nodes
+            model = link.seconds(memory.weight_bytes)
+            tokens = _distinct_cached(view.tree, group, work.cached_tokens)
+            kv = link.seconds(tokens * memory.kv_bytes_per_token) if tokens else 0.0
+            if self.locality == "printed":
+                end = model + kv + decode[number]
+            else:
+                kv_free = max(kv_free, model) + kv
+                end = kv_free + decode[number]
+            if end > limit:
+                return False
+        return True
+
+
+def _distinct_cached(tree: PrefixTree, rows: IntArray, cached: IntArray) -> int:
+    _, first = np.unique(tree.group[rows], return_index=True)
+    return int(cached[rows[first]].sum())
+
+
+def _scaled(values: FloatArray) -> FloatArray:
+    spread = values.max() - values.min()
+    if spread <= 0:
+        return np.zeros_like(values)
+    scaled: FloatArray = (values - values.min()) / spread
+    return scaled

@@ -1,0 +1,104 @@
+"""The loop of a run: view, plan, replay, history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfless.models.checks import check
+from rlhfless.models.cluster import Cluster
+from rlhfless.models.plan import LowerBound, Plan
+from rlhfless.models.prefix import PrefixTree
+from rlhfless.models.profile import Profile
+from rlhfless.models.replay import Replay, ReplayOptions, StepOutcome
+from rlhfless.models.stages import stages_of
+from rlhfless.policies.base import Policy, StepView
+from rlhfless.policies.history import LengthHistory
+from rlhfless.traces.errors import InputError
+from rlhfless.traces.trace import IntArray, Trace
+
+#: Proves a lower bound for a step of which these lengths are predicted.
+Bound = Callable[[StepView, IntArray], LowerBound]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run happens on: costs, GPUs, the learner's share of them, and the choices of the replay."""
+
+    profile: Profile
+    cluster: Cluster
+    options: ReplayOptions
+    learner_gpus: int
+
+    def stages(self, trace: Trace) -> tuple[str, ...]:
+        """Return the stages after generation for the trace's algorithm."""
+        return stages_of(trace.algorithm, self.profile)
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step of a run: its batch, the plan, what it did, and the measured wall time of the policy."""
+
+    batch: Trace
+    plan: Plan
+    outcome: StepOutcome
+    planning_seconds: float
+
+
+def simulate(
+    trace: Trace, policy: Policy, setting: Setting, *, seed: int = 0, bound: Bound | None = None
+) -> Iterator[SimulatedStep]:
+    """Replay a trace under a policy, step by step, and yield each step.
+
+    The policy sees earlier steps' true lengths only (an oracle sees the step's own). Every outcome passes the
+    conservation checks.
+
+    Raises
+    ------
+    InputError
+        When the policy's plan is refused.
+
+    """
+    stages = setting.stages(trace)
+    replay = Replay(setting.profile, setting.cluster, stages, setting.options)
+    history = LengthHistory(len(trace.prompt_ids))
+    learning: list[float] = []
+    cap = trace.max_response_tokens or int(trace.response_tokens.max())
+    oracle = bool(getattr(policy, "sees_true_lengths", False))
+    if oracle and "oracle" not in policy.name:
+        raise InputError(f"policy {policy.name} asks for the true lengths: its name must say oracle")
+    for batch in trace.batches():
+        step = int(batch.step[0])
+        tree = PrefixTree.of(batch)
+        view = StepView(
+            step=step,
+            epoch=int(batch.epoch[0]),
+            prompt=batch.prompt,
+            sample=batch.sample,
+            prompt_tokens=batch.prompt_tokens,
+            answer_tokens=batch.answer_tokens,
+            tree=tree,
+            max_response_tokens=cap,
+            profile=setting.profile,
+            cluster=setting.cluster,
+            stages=stages,
+            options=setting.options,
+            learner_gpus=setting.learner_gpus,
+            history=history,
+            learning_seconds=tuple(learning),
+            rng=np.random.default_rng([seed, step]),
+            true_tokens=batch.response_tokens.copy() if oracle else None,
+        )
+        started = time.perf_counter()
+        plan = policy.plan(view)
+        planning_seconds = time.perf_counter() - started
+        if bound is not None and plan.predicted is not None and len(plan.predicted_tokens):
+            lower = bound(view, plan.predicted_tokens)
+            plan = replace(plan, predicted=plan.predicted.model_copy(update={"lower_bound": lower}))
+        outcome = check(replay.step(plan, batch, f"step {step}, policy {policy.name}", tree))
+        history.record(batch)
+        learning.append(outcome.learning_seconds)
+        yield SimulatedStep(batch, plan, outcome, planning_seconds)

@@ -1,0 +1,39 @@
+"""The command ``rlhfless``: one verb a file of this folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+VERBS = {
+    "compare": "replay a workload under several policies and print what each costs and how long it takes",
+    "replay": "replay a workload under one policy and write its steps, plans and timeline",
+    "plan": "plan one batch and print the plan; nothing is replayed",
+    "import": "turn a log, a rollout dump or a length table into a trace file",
+    "calibrate": "fit a cost profile to a training log and state its error",
+}
+
+USAGE = """usage: rlhfless VERB [arguments]
+
+{verbs}
+
+rlhfless VERB --help says more.
+"""
+
+
+def main() -> None:
+    """Hand the arguments to the verb that they name."""
+    arguments = sys.argv[1:]
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help", "help"):
+        width = max(map(len, VERBS))
+        sys.stdout.write(USAGE.format(verbs="\n".join(f"  {v:<{width}}  {text}" for v, text in VERBS.items())))
+        return
+    if verb not in VERBS:
+        sys.stderr.write(f"rlhfless: no verb {verb!r}; verbs are {', '.join(VERBS)}\n")
+        raise SystemExit(2)
+    importlib.import_module(f"rlhfless.scripts.{verb}").main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Replay a workload under several policies; print what each costs and how long it takes.
+
+    rlhfless compare trace=deepcoder_16k cluster=h100_4x8 profile=h100_qwen2.5-14b_tp2
+    rlhfless compare --log run.log.gz --gpus 8 --responses-per-prompt 5 --batch 1024
+
+With a log, its lengths and stage times are the workload: a cost profile is fitted to its first quarter, the
+errors on the rest are stated, and every policy is replayed on it. Everything else is a Hydra override; -m
+sweeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the verb."""
+    overrides = log_overrides(sys.argv[1:] if arguments is None else arguments, __doc__ or "", "compare")
+    from rlhfless.scripts.common import hydra_verb
+
+    hydra_verb("compare", compare, policy_overrides(overrides))
+
+
+def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list[str]:
+    """Turn the plain options about a log into Hydra overrides; the rest is passed on."""
+    parser = argparse.ArgumentParser(
+        prog=f"rlhfless {verb}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"Configuration and its values: rlhfless {verb} --cfg job",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--log", nargs="+", metavar="FILE", help="verl console logs, plain or .gz")
+    options = {
+        "gpus": "GPUs of the run (default: from the log)",
+        "batch": "prompts a step (default: from the log)",
+        "responses-per-prompt": "responses to each prompt (default 1)",
+        "prompt-set": "prompts in the data set (default: from the log's epochs)",
+        "max-response-tokens": "cap on a response (default: from the log)",
+        "max-running": "responses an actor runs at once (default 256)",
+    }
+    for name, text in options.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    parser.add_argument("--out", metavar="FOLDER", help="where to write report.md, summary.json, steps.csv")
+    parsed, overrides = parser.parse_known_args(arguments)
+    unknown = [o for o in overrides if o.startswith("--") and o.split("=")[0] not in HYDRA_FLAGS]
+    if unknown:
+        parser.error(f"no option {unknown[0]}")
+    given = []
+    if parsed.log:
+        given += ["trace=log", f"trace.path=[{','.join(map(quoted, parsed.log))}]"]
+        chosen = {override.split("=")[0] for override in overrides}
+        given += [group for group in ("profile=h100_qwen2.5-7b_tp2", "cluster=custom") if group.split("=")[0] not in chosen]
+    for name in options:
+        value = getattr(parsed, name.replace("-", "_"))
+        if value is not None:
+            if not parsed.log:
+                parser.error(f"--{name} goes with --log")
+            given.append(f"trace.{name.replace('-', '_')}={value}")
+    if parsed.out:
+        given.append(f"out={quoted(parsed.out)}")
+    return [*given, *overrides]
+
+
+#: Hydra's own flags with two dashes that stay available.
+HYDRA_FLAGS = ("--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info")
+
+
+def quoted(text: str) -> str:
+    """Return a string as Hydra's override grammar takes it whole."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def policy_overrides(overrides: Sequence[str]) -> list[str]:
+    """Let ``policy=`` choose from the policies, and ``policy._target_=`` add one of the user's own."""
+    renamed = {"policy=": "select=", "policy.": "++policies.own."}
+
+    def rename(override: str) -> str:
+        for old, new in renamed.items():
+            if override.startswith(old):
+                return new + override.removeprefix(old)
+        return override
+
+    return [rename(override) for override in overrides]
+
+
+def compare(config: DictConfig) -> None:
+    """Run the comparison that a configuration describes."""
+    from rlhfless.scripts.common import console, fail, output_folder, write_files
+    from rlhfless.scripts.comparison import run_comparison
+    from rlhfless.scripts.report import comparison_files, print_comparison
+    from rlhfless.scripts.workload import build_workloads
+    from rlhfless.traces.errors import InputError
+
+    try:
+        out = output_folder(config)
+        workloads = build_workloads(config, int(config.seeds))
+        for workload in workloads:
+            result = run_comparison(config, workload)
+            print_comparison(console(), result)
+            if out is not None:
+                folder = out / workload.name if len(workloads) > 1 else out
+                write_files(folder, comparison_files(result))
+                console().print(f"report: {folder / 'report.md'}")
+    except InputError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

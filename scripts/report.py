@@ -1,0 +1,319 @@
+"""Tables and files of a comparison and of a single replay."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+from rich.console import Console
+from rich.table import Table
+
+from rlhfless.models.calibrate import Calibration, Errors
+from rlhfless.models.replay import StepOutcome
+from rlhfless.models.scores import Interval95
+from rlhfless.scripts.comparison import ComparisonResult, PolicyRuns
+from rlhfless.scripts.workload import Workload
+
+#: Decimal digits that are written; more would carry rounding noise between machines.
+_DIGITS = 12
+
+
+def setting_lines(workload: Workload) -> list[str]:
+    """Say in a few lines what was replayed on what."""
+    trace, setting = workload.traces[0], workload.setting
+    cluster, profile = setting.cluster, setting.profile
+    epochs = len(np.unique(trace.epoch))
+    mark = " (response lengths reconstructed from the log's aggregates)" if trace.reconstructed else ""
+    return [
+        f"workload {workload.name}: {trace.algorithm}, {len(trace.steps)} steps in {epochs} epochs, "
+        f"{len(trace) / len(trace.steps):g} responses a step, mean {trace.response_tokens.mean():.0f} tokens, "
+        f"longest {trace.response_tokens.max()}{mark}",
+        f"profile {profile.label()}: {profile.source.get('decode', 'source not stated')}",
+        f"cluster {cluster.name}: {cluster.nodes} x {cluster.gpus_per_node} GPUs, "
+        f"{profile.actor.gpus} GPUs an actor, {setting.learner_gpus} for the learner; "
+        f"{len(workload.traces)} seeds, mean [95 % interval]",
+    ]
+
+
+def print_comparison(console: Console, result: ComparisonResult) -> None:
+    """Print what was compared, the calibration where there is one, and the table."""
+    for line in setting_lines(result.workload):
+        console.print(line, highlight=False, soft_wrap=True)
+    if result.workload.calibration is not None:
+        for line in calibration_lines(result):
+            console.print(line, highlight=False, soft_wrap=True)
+        console.print(_table(calibration_rows(result.workload.calibration)))
+    console.print(_table(comparison_rows(result)))
+
+
+def comparison_rows(result: ComparisonResult) -> list[dict[str, str]]:
+    """Return the comparison as rows of text, one a policy."""
+    against = {(c.policy, c.baseline): c for c in result.comparisons}
+    baselines = list(dict.fromkeys(c.baseline for c in result.comparisons))
+    price = result.workload.setting.profile.usd_per_gpu_hour
+    rows = []
+    for run in result.runs:
+        cost = run.summary("gpu_seconds")
+        busy = run.summary("busy_gpu_seconds")
+        row = {
+            "policy": run.name,
+            "actors": f"{run.summary('actors').mean:.1f}",
+            "step s": _text(run.summary("step_seconds")),
+            "generation s": _text(run.summary("generation_seconds")),
+            "GPU s a step": _text(cost),
+            "busy": f"{busy.mean / cost.mean:.0%}",
+            "moved": f"{run.summary('migrations').mean:.0f}",
+        }
+        if price:
+            row["USD a step"] = f"{cost.mean * price / 3600:.4f}"
+        for baseline in baselines:
+            pair = against.get((run.name, baseline))
+            row[f"speed-up on {baseline}"] = "1" if pair is None else _text(pair.speedup, "x")
+            row[f"cost saved on {baseline}"] = "0" if pair is None else _percent(pair.cost_reduction)
+        rows.append(row)
+    return rows
+
+
+def calibration_lines(result: ComparisonResult) -> list[str]:
+    """Say which steps were fitted, what disturbed the log, and what the replay says of the logged run."""
+    calibration, log = result.workload.calibration, result.workload.log
+    assert calibration is not None and log is not None
+    lines = [
+        f"calibration: fitted on the first {calibration.fitted_steps} of {len(log.step)} steps; "
+        f"errors on the rest are mean absolute percentages"
+    ]
+    for stretch in calibration.stretches:
+        lines.append(
+            f"disturbance: {stretch.stage} takes {stretch.slowdown:+.0%} at unchanged lengths in steps "
+            f"{stretch.first_step} to {stretch.last_step}; kept out of the fixed fit"
+        )
+    if calibration.stretches == ():
+        lines.append("disturbances: none found")
+    for run in result.runs:
+        if run.name == "verl":
+            logged = float(np.nanmean(log.stages["generation"]))
+            replayed = run.summary("generation_seconds").mean
+            lines.append(
+                f"replayed as logged (policy verl): generation {replayed:.2f} s a step, the log's mean is "
+                f"{logged:.2f} s, disturbances included"
+            )
+    return lines
+
+
+def calibration_rows(calibration: Calibration) -> list[dict[str, str]]:
+    """Return the errors of every stage as rows of text."""
+    rows = []
+    for stage, report in calibration.stages.items():
+        rows.append(
+            {
+                "stage": stage,
+                "fixed": _error(report.fixed),
+                "fixed, undisturbed": _error(report.fixed_undisturbed),
+                "one step ahead": _error(report.ahead),
+                "one step ahead, lengths of the last step": _error(report.forecast),
+                "repeating the last time": _error(report.repeat_last),
+                "noise floor": f"{report.noise_floor:.1%}",
+            }
+        )
+    decode = calibration.decode
+    if decode is not None:
+        rows.append(
+            {
+                "stage": "generation, replayed",
+                "fixed": _error(decode.fixed),
+                "fixed, undisturbed": _error(decode.fixed_undisturbed),
+                **dict.fromkeys(list(rows[0])[3:], ""),
+            }
+        )
+    return rows
+
+
+def comparison_files(result: ComparisonResult) -> dict[str, str]:
+    """Return the files of a comparison by name; ``timings.json`` alone cannot repeat."""
+    steps = [{"policy": run.name, **step} for run in result.runs for step in run.steps]
+    return {
+        "report.md": _report(result),
+        "summary.json": to_json(summary(result)),
+        "steps.csv": csv_text(steps),
+        "timings.json": to_json({run.name: timing(run.planning_seconds) for run in result.runs}),
+    }
+
+
+def summary(result: ComparisonResult) -> dict[str, Any]:
+    """Return everything that was measured over steps and seeds, as plain values."""
+    return {
+        **workload_values(result.workload),
+        "policies": {run.name: _run_values(run) for run in result.runs},
+        "comparisons": [
+            {
+                "policy": c.policy,
+                "baseline": c.baseline,
+                "speedup": _interval(c.speedup),
+                "cost_reduction": _interval(c.cost_reduction),
+            }
+            for c in result.comparisons
+        ],
+    }
+
+
+def workload_values(workload: Workload) -> dict[str, Any]:
+    """Return what was replayed on what, as plain values."""
+    trace, setting = workload.traces[0], workload.setting
+    values: dict[str, Any] = {
+        "workload": workload.name,
+        "source": trace.source,
+        "reconstructed": trace.reconstructed,
+        "profile": setting.profile.name,
+        "profile_kind": setting.profile.kind,
+        "profile_source": dict(setting.profile.source),
+        "cluster": setting.cluster.model_dump(exclude={"links"}),
+        "learner_gpus": setting.learner_gpus,
+        "seeds": len(workload.traces),
+    }
+    if workload.calibration is not None:
+        values["calibration"] = calibration_rows(workload.calibration)
+    return values
+
+
+def _run_values(run: PolicyRuns) -> dict[str, Any]:
+    return {
+        "mean": {name: _interval(run.summary(name)) for name in run.scores[0].mean},
+        "gpu_seconds_by_function": run.function_means(),
+    }
+
+
+def timing(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median and maximum of measured planning times."""
+    return {"planning_seconds_median": float(np.median(seconds)), "planning_seconds_max": float(max(seconds))}
+
+
+def timeline(outcomes: Iterable[StepOutcome], gpus_per_node: int) -> str:
+    """Return the GPUs' intervals in the trace event format that Perfetto and chrome://tracing open.
+
+    One process a node, one thread a GPU; times in microseconds since the run began.
+    """
+    events: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for outcome in outcomes:
+        for interval in outcome.intervals:
+            for gpu in interval.gpus:
+                seen.add(gpu)
+                events.append(
+                    {
+                        "name": interval.function if interval.kind == "busy" else f"{interval.function} {interval.kind}",
+                        "cat": interval.kind,
+                        "ph": "X",
+                        "ts": round(interval.start * 1e6, 3),
+                        "dur": round((interval.end - interval.start) * 1e6, 3),
+                        "pid": gpu // gpus_per_node,
+                        "tid": gpu,
+                        "args": {"step": outcome.step, "policy": outcome.policy},
+                    }
+                )
+    names = [
+        {"name": "process_name", "ph": "M", "pid": node, "args": {"name": f"node {node}"}}
+        for node in sorted({gpu // gpus_per_node for gpu in seen})
+    ] + [
+        {"name": "thread_name", "ph": "M", "pid": gpu // gpus_per_node, "tid": gpu, "args": {"name": f"GPU {gpu}"}}
+        for gpu in sorted(seen)
+    ]
+    return to_json({"displayTimeUnit": "ms", "traceEvents": [*names, *events]}, indent=None)
+
+
+def to_json(values: Any, indent: int | None = 2) -> str:
+    """Return JSON text with floats rounded to a fixed number of significant digits."""
+    return json.dumps(_rounded(values), indent=indent, allow_nan=False) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of scores as CSV."""
+    buffer = io.BytesIO()
+    pl.DataFrame([_rounded(row) for row in rows], infer_schema_length=None).write_csv(buffer)
+    return buffer.getvalue().decode()
+
+
+def _report(result: ComparisonResult) -> str:
+    rows = comparison_rows(result)
+    parts = ["# Comparison", "", *(f"- {line}" for line in setting_lines(result.workload)), "", *markdown(rows), ""]
+    if result.workload.calibration is not None:
+        parts += ["## Calibration", "", *(f"- {line}" for line in calibration_lines(result)), ""]
+        parts += [*markdown(calibration_rows(result.workload.calibration)), ""]
+    functions = list(dict.fromkeys(name for run in result.runs for name in run.function_means()))
+    split = [
+        {"policy": run.name, **{name: f"{run.function_means().get(name, 0.0):.1f}" for name in functions}}
+        for run in result.runs
+    ]
+    beside = [
+        {
+            "policy": run.name,
+            **{
+                label: f"{run.summary(name).mean:.1f}"
+                for name, label in (
+                    ("startup_gpu_seconds", "start-up"),
+                    ("prewarmed_waiting_gpu_seconds", "prewarmed waiting"),
+                    ("keep_alive_gpu_seconds", "keep-alive"),
+                )
+            },
+        }
+        for run in result.runs
+    ]
+    parts += ["## Billed GPU seconds a step, by function", "", *markdown(split), ""]
+    parts += ["## GPU seconds a step beside the work, billed or not", "", *markdown(beside), ""]
+    parts += ["## Sources", ""]
+    parts += [f"- {key}: {text}" for key, text in result.workload.setting.profile.source.items()]
+    parts += [f"- trace: {result.workload.traces[0].source}"]
+    return "\n".join(parts) + "\n"
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return rows as a Markdown table, one string a line."""
+    head = list(rows[0])
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "|".join([" --- ", *([" ---: "] * (len(head) - 1))]) + "|",
+        *("| " + " | ".join(row[name] for name in head) + " |" for row in rows),
+    ]
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> Table:
+    table = Table()
+    for number, name in enumerate(rows[0]):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _text(value: Interval95, unit: str = "") -> str:
+    digits = 2 if abs(value.mean) < 100 else 1
+    if value.low == value.high:
+        return f"{value.mean:.{digits}f}{unit}"
+    return f"{value.mean:.{digits}f}{unit} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def _percent(value: Interval95) -> str:
+    if value.low == value.high:
+        return f"{value.mean:.1%}"
+    return f"{value.mean:.1%} [{value.low:.1%}, {value.high:.1%}]"
+
+
+def _error(errors: Errors) -> str:
+    return "" if not np.isfinite(errors.mape) else f"{errors.mape:.1%}"
+
+
+def _interval(value: Interval95) -> dict[str, float]:
+    return {"mean": value.mean, "low": value.low, "high": value.high}

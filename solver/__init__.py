@@ -1,0 +1,1 @@
+"""Search and proof: bounds on what any plan can reach."""
