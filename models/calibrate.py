@@ -143,7 +143,7 @@ class Calibration:
     stretches: tuple[Stretch, ...]
 
     @property
-    def switch_seconds(self) -> float:
+    def overhead_seconds(self) -> float:
         """The part of generation that no token explains, in seconds a step.
 
         Weight resharding, cache allocation, scattering and collecting the batch: what a co-located run pays
@@ -154,8 +154,7 @@ class Calibration:
     def profile(self, base: Profile, *, name: str | None = None) -> Profile:
         """Return a fitted profile; memory, links, functions, KV capacity and price are those of ``base``.
 
-        The generation time that it replays is the log's less :attr:`switch_seconds`. Stages that the log lacks
-        keep the base's cost.
+        The generation time that it replays is the log's less :attr:`overhead_seconds`. It has the stages that the log has.
 
         Raises
         ------
@@ -170,7 +169,7 @@ class Calibration:
         fit, shape = self.decode.fit, self.shape
         iteration, token = fit.coefficient("iterations"), fit.coefficient("tokens")
         knots = (1, shape.max_running) if shape.max_running > 1 else (1,)
-        stages = dict(base.stages)
+        stages = {}
         source = dict(base.source)
         for stage, report in self.stages.items():
             if stage != "generation":

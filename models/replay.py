@@ -45,6 +45,8 @@ class ReplayOptions:
     in turn. ``kv_transfer``: the same for the prefill actor's KV, which differs from actor to actor.
     ``switch_seconds``: what a co-located serverful run pays once a step to change between learning and
     generation.
+    ``generation_overhead_seconds``: what every actor pays before it decodes, on any platform (waking the engine,
+    scattering the batch); a calibration finds it as the part of generation that no token explains.
     ``warm_at_start``: every function is warm when the run begins, as in the middle of a long run; otherwise
     its first start is cold.
     """
@@ -54,6 +56,7 @@ class ReplayOptions:
     weight_transfer: Literal["broadcast", "in_turn"] = "broadcast"
     kv_transfer: Literal["in_turn", "parallel"] = "in_turn"
     switch_seconds: float = 0.0
+    generation_overhead_seconds: float = 0.0
     warm_at_start: bool = True
 
 
@@ -320,7 +323,7 @@ class _Step:
                     kv_link[link] = arrival
                 self.times[f"kv_transfer.{number}"] = (begin, arrival)
                 start = arrival
-            start = max(start, *(run._free[list(gpus)].tolist()))
+            start = max(start, *(run._free[list(gpus)].tolist())) + run.options.generation_overhead_seconds
             if call is not None:
                 self._hold(f"decode.{number}", "startup", gpus, call.invoked, call.ready)
                 self._hold(f"decode.{number}", "wait", gpus, call.ready, start)

@@ -68,16 +68,15 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class FixedActors:
-    """Always ``actors`` actors; null fills the GPUs at hand."""
+    """Always ``actors`` actors, or as many as the GPUs allow if those are fewer; null takes all they allow."""
 
     actors: int | None = None
 
     def __call__(self, work: Work, split: Split, most: int) -> Groups:
         """Return the split over the fixed number."""
-        actors = most if self.actors is None else self.actors
-        if not 1 <= actors <= most:
-            raise InputError(f"the policy asks for {actors} actors, the GPUs allow 1 to {most}")
-        return split(min(actors, len(work.view)))
+        if most < 1:
+            raise InputError(f"an actor of profile {work.view.profile.name} does not fit the GPUs")
+        return split(min(self.actors or most, most, len(work.view)))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list
     options = {
         "gpus": "GPUs of the run (default: from the log)",
         "batch": "prompts a step (default: from the log)",
+        "actor-gpus": "GPUs a decode actor, its tensor parallel size (default: the profile's)",
         "responses-per-prompt": "responses to each prompt (default 1)",
         "prompt-set": "prompts in the data set (default: from the log's epochs)",
         "max-response-tokens": "cap on a response (default: from the log)",
@@ -56,7 +57,11 @@ def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list
     if parsed.log:
         given += ["trace=log", f"trace.path=[{','.join(map(quoted, parsed.log))}]"]
         chosen = {override.split("=")[0] for override in overrides}
-        given += [group for group in ("profile=h100_qwen2.5-7b_tp2", "cluster=custom") if group.split("=")[0] not in chosen]
+        given += [
+            group
+            for group in ("profile=h100_qwen2.5-7b_tp2", "cluster=custom")
+            if group.split("=")[0] not in chosen
+        ]
     for name in options:
         value = getattr(parsed, name.replace("-", "_"))
         if value is not None:

@@ -17,6 +17,7 @@ from rlhfless.models.replay import StepOutcome
 from rlhfless.models.scores import Interval95
 from rlhfless.scripts.comparison import ComparisonResult, PolicyRuns
 from rlhfless.scripts.workload import Workload
+from rlhfless.traces.trace import RunLog
 
 #: Decimal digits that are written; more would carry rounding noise between machines.
 _DIGITS = 12
@@ -42,66 +43,102 @@ def setting_lines(workload: Workload) -> list[str]:
 def print_comparison(console: Console, result: ComparisonResult) -> None:
     """Print what was compared, the calibration where there is one, and the table."""
     for line in setting_lines(result.workload):
-        console.print(line, highlight=False, soft_wrap=True)
-    if result.workload.calibration is not None:
-        for line in calibration_lines(result):
-            console.print(line, highlight=False, soft_wrap=True)
-        console.print(_table(calibration_rows(result.workload.calibration)))
-    console.print(_table(comparison_rows(result)))
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    workload = result.workload
+    if workload.calibration is not None and workload.log is not None:
+        print_calibration(console, workload.calibration, workload.log)
+        for line in replayed_lines(result):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(score_rows(result)))
+    if result.comparisons:
+        console.print(_table(against_rows(result)))
 
 
-def comparison_rows(result: ComparisonResult) -> list[dict[str, str]]:
-    """Return the comparison as rows of text, one a policy."""
-    against = {(c.policy, c.baseline): c for c in result.comparisons}
-    baselines = list(dict.fromkeys(c.baseline for c in result.comparisons))
-    price = result.workload.setting.profile.usd_per_gpu_hour
+def score_rows(result: ComparisonResult) -> list[dict[str, str]]:
+    """Return each policy's scores as rows of text."""
+    profile = result.workload.setting.profile
     rows = []
     for run in result.runs:
         cost = run.summary("gpu_seconds")
-        busy = run.summary("busy_gpu_seconds")
         row = {
             "policy": run.name,
             "actors": f"{run.summary('actors').mean:.1f}",
             "step s": _text(run.summary("step_seconds")),
             "generation s": _text(run.summary("generation_seconds")),
             "GPU s a step": _text(cost),
-            "busy": f"{busy.mean / cost.mean:.0%}",
+            "busy": f"{run.summary('busy_gpu_seconds').mean / cost.mean:.0%}",
             "moved": f"{run.summary('migrations').mean:.0f}",
         }
-        if price:
-            row["USD a step"] = f"{cost.mean * price / 3600:.4f}"
-        for baseline in baselines:
-            pair = against.get((run.name, baseline))
-            row[f"speed-up on {baseline}"] = "1" if pair is None else _text(pair.speedup, "x")
-            row[f"cost saved on {baseline}"] = "0" if pair is None else _percent(pair.cost_reduction)
+        if profile.usd_per_gpu_hour and profile.kind != "fitted":
+            row["USD a step"] = f"{cost.mean * profile.usd_per_gpu_hour / 3600:.4f}"
         rows.append(row)
     return rows
 
 
-def calibration_lines(result: ComparisonResult) -> list[str]:
-    """Say which steps were fitted, what disturbed the log, and what the replay says of the logged run."""
-    calibration, log = result.workload.calibration, result.workload.log
-    assert calibration is not None and log is not None
-    lines = [
-        f"calibration: fitted on the first {calibration.fitted_steps} of {len(log.step)} steps; "
-        f"errors on the rest are mean absolute percentages"
+def against_rows(result: ComparisonResult) -> list[dict[str, str]]:
+    """Return each policy against each baseline as rows of text."""
+    return [
+        {
+            "policy": c.policy,
+            "against": c.baseline,
+            "speed-up": _text(c.speedup, "x"),
+            "cost reduction": _percent(c.cost_reduction),
+        }
+        for c in result.comparisons
     ]
-    for stretch in calibration.stretches:
-        lines.append(
+
+
+def print_calibration(console: Console, calibration: Calibration, log: RunLog) -> None:
+    """Print what a calibration found: disturbances, and the errors of every stage."""
+    for line in calibration_lines(calibration, log):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(calibration_rows(calibration)))
+
+
+def calibration_lines(calibration: Calibration, log: RunLog) -> list[str]:
+    """Say which steps were fitted, and what disturbed the log."""
+    return [
+        f"calibration of {log.name}: fitted on the first {calibration.fitted_steps} of {len(log.step)} steps; "
+        f"errors on the rest, mean absolute percentages",
+        *(
             f"disturbance: {stretch.stage} takes {stretch.slowdown:+.0%} at unchanged lengths in steps "
             f"{stretch.first_step} to {stretch.last_step}; kept out of the fixed fit"
-        )
-    if calibration.stretches == ():
-        lines.append("disturbances: none found")
-    for run in result.runs:
-        if run.name == "verl":
-            logged = float(np.nanmean(log.stages["generation"]))
-            replayed = run.summary("generation_seconds").mean
-            lines.append(
-                f"replayed as logged (policy verl): generation {replayed:.2f} s a step, the log's mean is "
-                f"{logged:.2f} s, disturbances included"
-            )
-    return lines
+            for stretch in calibration.stretches
+        ),
+        *([] if calibration.stretches else ["disturbances: none found"]),
+        *_decode_lines(calibration),
+    ]
+
+
+def _decode_lines(calibration: Calibration) -> list[str]:
+    """Say how well the log tells the parts of the decode cost."""
+    if calibration.decode is None:
+        return []
+    fit = calibration.decode.fit
+    units = {"iterations": ("ms an iteration", 1e3), "tokens": ("us a token", 1e6), "resident": ("ns a KV token", 1e9)}
+    told = []
+    for name, (unit, scale) in units.items():
+        i = fit.features.index(name)
+        value = f"{fit.coefficients[i] * scale:.3g} {unit} [{fit.low[i] * scale:.3g}, {fit.high[i] * scale:.3g}]"
+        told.append(value if fit.identified(name) else f"{value}, not identified")
+    return [
+        f"decode cost: {'; '.join(told)}; {calibration.overhead_seconds:.1f} s a step that no token explains "
+        f"(every policy pays them); intervals 95 %"
+    ]
+
+
+def replayed_lines(result: ComparisonResult) -> list[str]:
+    """Say how the replay of the logged run compares with the log."""
+    log = result.workload.log
+    if log is None:
+        return []
+    logged = float(np.nanmean(log.stages["generation"]))
+    return [
+        f"the logged run, replayed (policy verl): generation {run.summary('generation_seconds').mean:.2f} s a step; "
+        f"the log's mean is {logged:.2f} s, disturbances included"
+        for run in result.runs
+        if run.name == "verl"
+    ]
 
 
 def calibration_rows(calibration: Calibration) -> list[dict[str, str]]:
@@ -114,8 +151,8 @@ def calibration_rows(calibration: Calibration) -> list[dict[str, str]]:
                 "fixed": _error(report.fixed),
                 "fixed, undisturbed": _error(report.fixed_undisturbed),
                 "one step ahead": _error(report.ahead),
-                "one step ahead, lengths of the last step": _error(report.forecast),
-                "repeating the last time": _error(report.repeat_last),
+                "ahead, last lengths": _error(report.forecast),
+                "repeat last time": _error(report.repeat_last),
                 "noise floor": f"{report.noise_floor:.1%}",
             }
         )
@@ -204,7 +241,9 @@ def timeline(outcomes: Iterable[StepOutcome], gpus_per_node: int) -> str:
                 seen.add(gpu)
                 events.append(
                     {
-                        "name": interval.function if interval.kind == "busy" else f"{interval.function} {interval.kind}",
+                        "name": interval.function
+                        if interval.kind == "busy"
+                        else f"{interval.function} {interval.kind}",
                         "cat": interval.kind,
                         "ph": "X",
                         "ts": round(interval.start * 1e6, 3),
@@ -218,7 +257,13 @@ def timeline(outcomes: Iterable[StepOutcome], gpus_per_node: int) -> str:
         {"name": "process_name", "ph": "M", "pid": node, "args": {"name": f"node {node}"}}
         for node in sorted({gpu // gpus_per_node for gpu in seen})
     ] + [
-        {"name": "thread_name", "ph": "M", "pid": gpu // gpus_per_node, "tid": gpu, "args": {"name": f"GPU {gpu}"}}
+        {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": gpu // gpus_per_node,
+            "tid": gpu,
+            "args": {"name": f"GPU {gpu}"},
+        }
         for gpu in sorted(seen)
     ]
     return to_json({"displayTimeUnit": "ms", "traceEvents": [*names, *events]}, indent=None)
@@ -248,10 +293,19 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _report(result: ComparisonResult) -> str:
     rows = comparison_rows(result)
-    parts = ["# Comparison", "", *(f"- {line}" for line in setting_lines(result.workload)), "", *markdown(rows), ""]
-    if result.workload.calibration is not None:
-        parts += ["## Calibration", "", *(f"- {line}" for line in calibration_lines(result)), ""]
-        parts += [*markdown(calibration_rows(result.workload.calibration)), ""]
+    parts = [
+        "# Comparison",
+        "",
+        *(f"- {line}" for line in setting_lines(result.workload)),
+        "",
+        *markdown(rows),
+        "",
+    ]
+    workload = result.workload
+    if workload.calibration is not None and workload.log is not None:
+        told = [*calibration_lines(workload.calibration, workload.log), *replayed_lines(result)]
+        parts += ["## Calibration", "", *(f"- {line}" for line in told), ""]
+        parts += [*markdown(calibration_rows(workload.calibration)), ""]
     functions = list(dict.fromkeys(name for run in result.runs for name in run.function_means()))
     split = [
         {"policy": run.name, **{name: f"{run.function_means().get(name, 0.0):.1f}" for name in functions}}

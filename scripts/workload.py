@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import hydra.utils
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
@@ -44,14 +47,40 @@ def plain(node: Any, where: str) -> dict[str, Any]:
 
 
 def build_profile(config: DictConfig) -> Profile:
-    """Build the profile that the configuration names: numbers, or data sheets to compute from."""
+    """Build the profile that the configuration names: numbers, data sheets to compute from, or a file."""
     values = plain(config.profile, "profile")
+    if set(values) == {"file"}:
+        return profile_from_file(str(values["file"]))
     if "_target_" in values:
         profile = _call(values, "profile")
         if not isinstance(profile, Profile):
             raise InputError(f"profile: {values['_target_']} gave no Profile")
         return profile
     return Profile.parse(values, "profile")
+
+
+def profile_from_file(path: str) -> Profile:
+    """Read a profile from a YAML file."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a profile is a mapping, this is {type(values).__name__}")
+    return Profile.parse(values, path)
+
+
+def named_profile(name: str) -> Profile:
+    """Return a profile that ships with the package, or one from a YAML file."""
+    if name.endswith((".yaml", ".yml")):
+        return profile_from_file(name)
+    with initialize_config_module("rlhfless.conf", version_base="1.3"):
+        try:
+            return build_profile(compose(overrides=[f"+profile={name}"]))
+        except HydraException:
+            raise InputError(f"profile {name} does not exist; see conf/profile/") from None
 
 
 def build_setting(config: DictConfig, profile: Profile, cluster: Cluster) -> Setting:
@@ -119,14 +148,27 @@ def build_workloads(config: DictConfig, seeds: int) -> list[Workload]:
     raise InputError(f"trace._target_ is {kind!r}, must be a synthetic preset, file or log")
 
 
-def _log_workload(
-    config: DictConfig, path: str, options: Mapping[str, Any], base: Profile, cluster: Cluster, seeds: int
-) -> Workload:
+@dataclass(frozen=True)
+class CalibratedLog:
+    """A log with its traces, one a seed, and the costs fitted to it."""
+
+    log: RunLog
+    shape: RunShape
+    traces: tuple[Trace, ...]
+    calibration: Calibration
+
+
+def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: int) -> CalibratedLog:
+    """Read a log, rebuild its lengths and fit costs to its stage times.
+
+    ``options`` are the keys of ``conf/trace/log.yaml``; ``base`` gives the actor's size and what a log cannot
+    tell (memory, links, functions, prefill, the least time of an iteration).
+    """
     log = read_verl_log(path)
     gpus = _known(path, "gpus", options["gpus"], log.gpus)
     per_prompt = int(options["responses_per_prompt"] or 1)
     batch = _known(path, "batch", options["batch"], log.responses and log.responses // per_prompt)
-    actor_gpus = base.actor.gpus
+    actor_gpus = int(options["actor_gpus"] or min(base.actor.gpus, gpus))
     shape = RunShape(
         gpus=gpus,
         actors=max(gpus // actor_gpus, 1),
@@ -134,7 +176,8 @@ def _log_workload(
         responses=batch * per_prompt,
         max_running=int(options["max_running"]),
     )
-    traces = tuple(
+    algorithm = "ppo" if "update_critic" in log.stages else "grpo" if "reference" in log.stages else "gpg"
+    rebuilt = (
         reconstruct(
             log,
             prompts_per_step=batch,
@@ -147,6 +190,7 @@ def _log_workload(
         )
         for seed in range(seeds)
     )
+    traces = tuple(replace(trace, algorithm=algorithm) for trace in rebuilt)
     calibration = calibrate(
         log,
         shape,
@@ -154,12 +198,22 @@ def _log_workload(
         least_iteration_seconds=base.decode.base_seconds[0],
         prefill_token_seconds=base.prefill.token_seconds * base.prefill.gpus / actor_gpus,
     )
-    profile = calibration.profile(base)
-    nodes, per_node = -(-gpus // cluster.gpus_per_node), min(gpus, cluster.gpus_per_node)
-    own = cluster.model_copy(update={"name": f"{gpus} GPUs", "nodes": nodes, "gpus_per_node": per_node, "gpu": None})
-    setting = build_setting(config, profile, own)
-    switch = replace(setting.options, switch_seconds=setting.options.switch_seconds + calibration.switch_seconds)
-    return Workload(Path(path).name, traces, replace(setting, options=switch), log, calibration)
+    return CalibratedLog(log, shape, traces, calibration)
+
+
+def _log_workload(
+    config: DictConfig, path: str, options: Mapping[str, Any], base: Profile, cluster: Cluster, seeds: int
+) -> Workload:
+    fitted = calibrate_log(path, options, base, seeds)
+    gpus, calibration = fitted.shape.gpus, fitted.calibration
+    per_node = min(gpus, cluster.gpus_per_node)
+    own = cluster.model_copy(
+        update={"name": "of the log", "nodes": -(-gpus // per_node), "gpus_per_node": per_node, "gpu": None}
+    )
+    setting = build_setting(config, calibration.profile(base), own)
+    overhead = setting.options.generation_overhead_seconds + calibration.overhead_seconds
+    setting = replace(setting, options=replace(setting.options, generation_overhead_seconds=overhead))
+    return Workload(Path(path).name, fitted.traces, setting, fitted.log, calibration)
 
 
 def _known(path: str, option: str, given: int | None, logged: int | None) -> int:

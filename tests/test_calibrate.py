@@ -257,7 +257,7 @@ def test_a_fitted_profile_replays_the_fitted_generation_time() -> None:
             decode_one(profile, batch.prompt_tokens[c], batch.response_tokens[c], batch.prompt[c])[0].max()
             for c in chunks
         ]
-        replayed.append(max(finish) + found.switch_seconds)
+        replayed.append(max(finish) + found.overhead_seconds)
     assert np.mean(np.abs(np.array(replayed) / log.stages["generation"] - 1)) < 0.02
 
 
