@@ -1,21 +1,53 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test lint bench clean
+.PHONY: help run test lint typecheck format bench clean
 
-# One stamp a set of extras: an unchanged pyproject.toml installs nothing again.
+help:  ## what each target does
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# One stamp a set of extras: with an unchanged pyproject.toml nothing is installed again.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e .
+	$(PIP) -e .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(PIP) -e '.[test]'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-lint: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[test,lint]'
+	$(PIP) -e '.[test,lint]'
 	touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+run: $(VENV)/.installed  ## replay the bundled workload under every policy, print the table, write out/compare/report.md
+	$(BIN)/rlhfless compare out=out/compare
+
+test: $(VENV)/.installed-test  ## the whole test suite
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint typecheck  ## ruff, mypy on the built package, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+# Type checkers do not follow the folder map of an editable install: check the package as it is built.
+typecheck: $(VENV)/.installed-lint
+	rm -rf build
+	$(PIP) --no-deps --target build/typecheck .
+	MYPYPATH=build/typecheck $(BIN)/mypy --config-file pyproject.toml -p rlhfless.traces -p rlhfless.models \
+		-p rlhfless.policies -p rlhfless.solver -p rlhfless.scripts
+
+format: $(VENV)/.installed-lint  ## let ruff rewrite the layout
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-test  ## how fast the replay is, against a token-by-token one
+	$(BIN)/python tests/bench_replay.py
+
+clean:  ## remove everything that was made here
+	rm -rf $(VENV) build dist out outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

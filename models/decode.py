@@ -519,7 +519,13 @@ def block_times(
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in blocks]))).astype(np.int64)
     order = np.concatenate(blocks).astype(np.int64)
     ends: FloatArray = _block_ends(
-        bounds, order, prompt_tokens, length, group, cached_tokens, _costs(profile, options or EngineOptions())
+        bounds,
+        order,
+        prompt_tokens,
+        length,
+        group,
+        cached_tokens,
+        _costs(profile, options or EngineOptions()),
     )
     return ends
 

@@ -286,7 +286,9 @@ def allocate(plan: Plan, cluster: Cluster, where: str) -> Allocation:
     actors = []
     for number, actor in enumerate(plan.actors):
         if actor.node >= cluster.nodes:
-            raise InputError(f"{where}: actor {number}: node {actor.node} does not exist, nodes are 0..{cluster.nodes - 1}")
+            raise InputError(
+                f"{where}: actor {number}: node {actor.node} does not exist, nodes are 0..{cluster.nodes - 1}"
+            )
         own = range(actor.node * per_node, (actor.node + 1) * per_node)
         if actor.colocated:
             candidates = [g for g in learner if g not in taken]
@@ -311,5 +313,3 @@ def plan_schema() -> dict[str, Any]:
     text = files("rlhfless.models").joinpath("plan.schema.json").read_text(encoding="utf-8")
     schema: dict[str, Any] = json.loads(text)
     return schema
-
-

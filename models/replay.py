@@ -492,5 +492,3 @@ class _Step:
             stage_times={name: (a - self.began, b - self.began) for name, (a, b) in self.times.items()},
             graph=self.graph,
         )
-
-

@@ -34,7 +34,9 @@ def stages_of(algorithm: str, profile: Profile) -> tuple[str, ...]:
 
     """
     if algorithm not in STAGES_BY_ALGORITHM:
-        raise InputError(f"algorithm {algorithm} is not known; algorithms are {', '.join(STAGES_BY_ALGORITHM)}")
+        raise InputError(
+            f"algorithm {algorithm} is not known; algorithms are {', '.join(STAGES_BY_ALGORITHM)}"
+        )
     known = PREPARATION_STAGES + LEARNING_STAGES
     if profile.kind == "fitted":
         return tuple(stage for stage in known if stage in profile.stages)

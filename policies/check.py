@@ -45,13 +45,14 @@ def check_policy(policy: object, trace: Trace | None = None, setting: Setting | 
     if not isinstance(policy, Policy):
         raise InputError(f"policy {name}: it needs a method plan(view)")
     if trace is None:
-        trace = generate(
-            Synthetic(prompts=16, prompts_per_step=8, responses_per_prompt=3, epochs=2), seed=0
-        )
+        trace = generate(Synthetic(prompts=16, prompts_per_step=8, responses_per_prompt=3, epochs=2), seed=0)
     if setting is None:
         profile = computed_profile("H100", "Qwen2.5-7B", tensor_parallel=2)
         setting = Setting(
-            profile, Cluster(nodes=2, gpus_per_node=8, gpu="H100"), ReplayOptions(), profile.stages["update_actor"].gpus
+            profile,
+            Cluster(nodes=2, gpus_per_node=8, gpu="H100"),
+            ReplayOptions(),
+            profile.stages["update_actor"].gpus,
         )
     for _ in simulate(trace, _Watched(policy), setting):
         pass
@@ -88,7 +89,9 @@ class _Watched:
             plans.append(plan)
         first, second = plans
         if _decisions(first) != _decisions(second):
-            raise InputError(f"{where}: the same view gave two different plans; take chance from view.rng only")
+            raise InputError(
+                f"{where}: the same view gave two different plans; take chance from view.rng only"
+            )
         return first
 
 

@@ -47,9 +47,7 @@ class DeduplicatedPrefill:
     def __call__(self, view: StepView) -> Prefill:
         """Return the prefill part of the plan."""
         limit = None if self.max_prefixes is None else self._limit(view.tree, self.max_prefixes)
-        return Prefill(
-            mode="deduplicated", gpus=view.learner_gpus, node=0, shared_prefix_tokens=limit
-        )
+        return Prefill(mode="deduplicated", gpus=view.learner_gpus, node=0, shared_prefix_tokens=limit)
 
     def _limit(self, tree: PrefixTree, most: int) -> int | None:
         low, high = int(tree.prompt_tokens.min()), int(tree.prompt_tokens.max())

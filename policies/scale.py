@@ -118,7 +118,9 @@ class MinMaxScore:
         ends = np.cumsum([len(groups) for groups in splits])
         times = np.split(seconds, ends[:-1])
         allowed = [
-            i for i, groups in enumerate(splits) if self.locality == "none" or self._hidden(work, groups, times[i])
+            i
+            for i, groups in enumerate(splits)
+            if self.locality == "none" or self._hidden(work, groups, times[i])
         ] or [0]
         slowest = np.array([times[i].max() for i in allowed])
         cost = np.array([times[i].sum() for i in allowed]) * work.view.profile.actor.gpus

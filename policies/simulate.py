@@ -48,6 +48,37 @@ class SimulatedStep:
     planning_seconds: float
 
 
+def view_of(
+    batch: Trace,
+    setting: Setting,
+    history: LengthHistory,
+    *,
+    max_response_tokens: int,
+    learning_seconds: tuple[float, ...] = (),
+    seed: int = 0,
+) -> StepView:
+    """Return what a policy sees of a step's batch: nothing of its response lengths."""
+    step = int(batch.step[0])
+    return StepView(
+        step=step,
+        epoch=int(batch.epoch[0]),
+        prompt=batch.prompt,
+        sample=batch.sample,
+        prompt_tokens=batch.prompt_tokens,
+        answer_tokens=batch.answer_tokens,
+        tree=PrefixTree.of(batch),
+        max_response_tokens=max_response_tokens,
+        profile=setting.profile,
+        cluster=setting.cluster,
+        stages=setting.stages(batch),
+        options=setting.options,
+        learner_gpus=setting.learner_gpus,
+        history=history,
+        learning_seconds=learning_seconds,
+        rng=np.random.default_rng([seed, step]),
+    )
+
+
 def simulate(
     trace: Trace, policy: Policy, setting: Setting, *, seed: int = 0, bound: Bound | None = None
 ) -> Iterator[SimulatedStep]:
@@ -72,33 +103,18 @@ def simulate(
         raise InputError(f"policy {policy.name} asks for the true lengths: its name must say oracle")
     for batch in trace.batches():
         step = int(batch.step[0])
-        tree = PrefixTree.of(batch)
-        view = StepView(
-            step=step,
-            epoch=int(batch.epoch[0]),
-            prompt=batch.prompt,
-            sample=batch.sample,
-            prompt_tokens=batch.prompt_tokens,
-            answer_tokens=batch.answer_tokens,
-            tree=tree,
-            max_response_tokens=cap,
-            profile=setting.profile,
-            cluster=setting.cluster,
-            stages=stages,
-            options=setting.options,
-            learner_gpus=setting.learner_gpus,
-            history=history,
-            learning_seconds=tuple(learning),
-            rng=np.random.default_rng([seed, step]),
-            true_tokens=batch.response_tokens.copy() if oracle else None,
+        view = view_of(
+            batch, setting, history, max_response_tokens=cap, learning_seconds=tuple(learning), seed=seed
         )
+        if oracle:
+            view = replace(view, true_tokens=batch.response_tokens.copy())
         started = time.perf_counter()
         plan = policy.plan(view)
         planning_seconds = time.perf_counter() - started
         if bound is not None and plan.predicted is not None and len(plan.predicted_tokens):
             lower = bound(view, plan.predicted_tokens)
             plan = replace(plan, predicted=plan.predicted.model_copy(update={"lower_bound": lower}))
-        outcome = check(replay.step(plan, batch, f"step {step}, policy {policy.name}", tree))
+        outcome = check(replay.step(plan, batch, f"step {step}, policy {policy.name}", view.tree))
         history.record(batch)
         learning.append(outcome.learning_seconds)
         yield SimulatedStep(batch, plan, outcome, planning_seconds)

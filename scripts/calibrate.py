@@ -2,7 +2,7 @@
 
     rlhfless calibrate run.log.gz --batch 1024 --responses-per-prompt 5 --out fitted.yaml
 
-The profile in --out can be replayed: rlhfless compare profile=file profile.file=fitted.yaml
+The file can be replayed: rlhfless compare profile=file profile.file=fitted.yaml
 """
 
 from __future__ import annotations
@@ -12,52 +12,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhfless.scripts.compare import LOG_DEFAULTS
+from rlhfless.scripts.log_options import add_log_options, given_log_options
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the verb."""
     parser = argparse.ArgumentParser(
-        prog="rlhfless calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rlhfless calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("log", help="verl console log, plain or .gz")
     parser.add_argument(
         "--profile",
-        default="h100_qwen2.5-7b_tp2",
+        default=LOG_DEFAULTS["profile"],
         metavar="NAME",
-        help="profile (name or YAML file) that gives the actor's size and what a log cannot tell (default %(default)s)",
+        help="profile or YAML file that gives the actor's size and what a log cannot tell (default %(default)s)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the run (default: from the log)")
-    parser.add_argument("--actor-gpus", type=int, metavar="N", help="GPUs a decode actor (default: the profile's)")
-    parser.add_argument("--batch", type=int, metavar="N", help="prompts a step (default: from the log)")
-    parser.add_argument("--responses-per-prompt", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument(
-        "--prompt-set", type=int, metavar="N", help="prompts in the data set (default: from the log's epochs)"
-    )
-    parser.add_argument(
-        "--max-response-tokens", type=int, metavar="N", help="cap on a response (default: from the log)"
-    )
-    parser.add_argument(
-        "--max-running",
-        type=int,
-        default=256,
-        metavar="N",
-        help="responses an actor runs at once (default %(default)s)",
-    )
-    parser.add_argument(
-        "--prompt-effect",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="share of the length variance between prompts (default %(default)s)",
-    )
-    parser.add_argument(
-        "--family",
-        choices=("gamma", "lognormal"),
-        default="gamma",
-        help="family of the rebuilt lengths (default %(default)s)",
-    )
-    parser.add_argument("--name", help="name of the fitted profile")
+    add_log_options(parser)
+    parser.add_argument("--name", help="name of the fitted profile (default: the log's)")
     parser.add_argument("--out", metavar="FILE", help="write the fitted profile as YAML")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     from rlhfless.scripts.common import guarded
 
     guarded(lambda: calibrate(options))
@@ -69,17 +46,25 @@ def calibrate(options: argparse.Namespace) -> None:
 
     from rlhfless.scripts.common import console, write_files
     from rlhfless.scripts.report import print_calibration
-    from rlhfless.scripts.workload import calibrate_log, named_profile
+    from rlhfless.scripts.workload import calibrate_log, log_defaults, named_profile
 
     base = named_profile(options.profile)
-    fitted = calibrate_log(options.log, vars(options), base, seeds=1)
+    fitted = calibrate_log(options.log, log_defaults() | given_log_options(options), base, seeds=1)
     profile = fitted.calibration.profile(base, name=options.name)
-    print_calibration(console(), fitted.calibration, fitted.log)
+    out = console()
+    print_calibration(out, fitted.calibration, fitted.log)
     if options.out:
         path = Path(options.out)
         text = yaml.safe_dump(profile.model_dump(mode="json"), sort_keys=False, width=110)
         write_files(path.parent, {path.name: text})
-        console().print(f"profile: {path}", highlight=False)
+        overhead = fitted.calibration.overhead_seconds
+        out.print(
+            f"profile: {path}; a profile has no place for the seconds that no token explains: replay it with "
+            f"options.generation_overhead_seconds={overhead:.4g}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 if __name__ == "__main__":

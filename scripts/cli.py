@@ -27,7 +27,9 @@ def main() -> None:
     verb = arguments[0] if arguments else "--help"
     if verb in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
-        sys.stdout.write(USAGE.format(verbs="\n".join(f"  {v:<{width}}  {text}" for v, text in VERBS.items())))
+        sys.stdout.write(
+            USAGE.format(verbs="\n".join(f"  {v:<{width}}  {text}" for v, text in VERBS.items()))
+        )
         return
     if verb not in VERBS:
         sys.stderr.write(f"rlhfless: no verb {verb!r}; verbs are {', '.join(VERBS)}\n")

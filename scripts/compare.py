@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rlhfless.scripts.log_options import add_log_options, given_log_options
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -37,41 +39,28 @@ def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list
         allow_abbrev=False,
     )
     parser.add_argument("--log", nargs="+", metavar="FILE", help="verl console logs, plain or .gz")
-    options = {
-        "gpus": "GPUs of the run (default: from the log)",
-        "batch": "prompts a step (default: from the log)",
-        "actor-gpus": "GPUs a decode actor, its tensor parallel size (default: the profile's)",
-        "responses-per-prompt": "responses to each prompt (default 1)",
-        "prompt-set": "prompts in the data set (default: from the log's epochs)",
-        "max-response-tokens": "cap on a response (default: from the log)",
-        "max-running": "responses an actor runs at once (default 256)",
-    }
-    for name, text in options.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    parser.add_argument("--out", metavar="FOLDER", help="where to write report.md, summary.json, steps.csv")
+    add_log_options(parser)
+    parser.add_argument("--out", metavar="FOLDER", help="where to write the results")
     parsed, overrides = parser.parse_known_args(arguments)
     unknown = [o for o in overrides if o.startswith("--") and o.split("=")[0] not in HYDRA_FLAGS]
     if unknown:
         parser.error(f"no option {unknown[0]}")
+    about_log = given_log_options(parsed)
     given = []
     if parsed.log:
         given += ["trace=log", f"trace.path=[{','.join(map(quoted, parsed.log))}]"]
         chosen = {override.split("=")[0] for override in overrides}
-        given += [
-            group
-            for group in ("profile=h100_qwen2.5-7b_tp2", "cluster=custom")
-            if group.split("=")[0] not in chosen
-        ]
-    for name in options:
-        value = getattr(parsed, name.replace("-", "_"))
-        if value is not None:
-            if not parsed.log:
-                parser.error(f"--{name} goes with --log")
-            given.append(f"trace.{name.replace('-', '_')}={value}")
+        given += [f"{group}={name}" for group, name in LOG_DEFAULTS.items() if group not in chosen]
+    elif about_log:
+        parser.error(f"--{next(iter(about_log)).replace('_', '-')} goes with --log")
+    given += [f"trace.{key}={value}" for key, value in about_log.items()]
     if parsed.out:
         given.append(f"out={quoted(parsed.out)}")
     return [*given, *overrides]
 
+
+#: What a log does not say: the profile gives the actor's size, memory, links and functions.
+LOG_DEFAULTS = {"profile": "h100_qwen2.5-7b_tp2", "cluster": "custom"}
 
 #: Hydra's own flags with two dashes that stay available.
 HYDRA_FLAGS = ("--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info")

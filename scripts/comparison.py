@@ -54,7 +54,9 @@ def selected(config: DictConfig) -> list[str]:
         names.append("own")
     for name in names:
         if name not in config.policies:
-            raise InputError(f"policy {name} does not exist; policies are {', '.join(map(str, config.policies))}")
+            raise InputError(
+                f"policy {name} does not exist; policies are {', '.join(map(str, config.policies))}"
+            )
     return names
 
 

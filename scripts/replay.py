@@ -152,7 +152,10 @@ def replay(config: DictConfig) -> None:
     )
     if folder is not None:
         out.print(
-            f"written: {', '.join(str(folder / name) for name in contents)}", highlight=False, markup=False, soft_wrap=True
+            f"written: {', '.join(str(folder / name) for name in contents)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
 

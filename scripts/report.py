@@ -115,11 +115,17 @@ def _decode_lines(calibration: Calibration) -> list[str]:
     if calibration.decode is None:
         return []
     fit = calibration.decode.fit
-    units = {"iterations": ("ms an iteration", 1e3), "tokens": ("us a token", 1e6), "resident": ("ns a KV token", 1e9)}
+    units = {
+        "iterations": ("ms an iteration", 1e3),
+        "tokens": ("us a token", 1e6),
+        "resident": ("ns a KV token", 1e9),
+    }
     told = []
     for name, (unit, scale) in units.items():
         i = fit.features.index(name)
-        value = f"{fit.coefficients[i] * scale:.3g} {unit} [{fit.low[i] * scale:.3g}, {fit.high[i] * scale:.3g}]"
+        value = (
+            f"{fit.coefficients[i] * scale:.3g} {unit} [{fit.low[i] * scale:.3g}, {fit.high[i] * scale:.3g}]"
+        )
         told.append(value if fit.identified(name) else f"{value}, not identified")
     return [
         f"decode cost: {'; '.join(told)}; {calibration.overhead_seconds:.1f} s a step that no token explains "
@@ -292,15 +298,10 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _report(result: ComparisonResult) -> str:
-    rows = comparison_rows(result)
-    parts = [
-        "# Comparison",
-        "",
-        *(f"- {line}" for line in setting_lines(result.workload)),
-        "",
-        *markdown(rows),
-        "",
-    ]
+    parts = ["# Comparison", "", *(f"- {line}" for line in setting_lines(result.workload)), ""]
+    parts += [*markdown(score_rows(result)), ""]
+    if result.comparisons:
+        parts += ["## Against the baselines", "", *markdown(against_rows(result)), ""]
     workload = result.workload
     if workload.calibration is not None and workload.log is not None:
         told = [*calibration_lines(workload.calibration, workload.log), *replayed_lines(result)]

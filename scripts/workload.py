@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlhfless.models.profile import Profile
 from rlhfless.models.replay import ReplayOptions
 from rlhfless.policies import Policy, Setting
 from rlhfless.traces.errors import InputError, first_problem
-from rlhfless.traces.files import read_trace
+from rlhfless.traces.files import StageTimes, read_trace
 from rlhfless.traces.reconstruct import reconstruct
 from rlhfless.traces.synthetic import Synthetic, generate
 from rlhfless.traces.trace import RunLog, Trace
@@ -148,6 +149,49 @@ def build_workloads(config: DictConfig, seeds: int) -> list[Workload]:
     raise InputError(f"trace._target_ is {kind!r}, must be a synthetic preset, file or log")
 
 
+def log_defaults() -> dict[str, Any]:
+    """Return the keys of ``conf/trace/log.yaml`` with their defaults, without the path."""
+    text = files("rlhfless.conf").joinpath("trace", "log.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    return {key: value for key, value in values.items() if key not in ("_target_", "path")}
+
+
+def stage_times(path: str, gpus: int | None) -> StageTimes:
+    """Return the stage times of a log."""
+    log = read_verl_log(path)
+    return StageTimes.of_log(log, _known(path, "gpus", gpus, log.gpus))
+
+
+def _batch(path: str, options: Mapping[str, Any], log: RunLog) -> tuple[int, int]:
+    """Return prompts a step and responses a prompt."""
+    per_prompt = int(options["responses_per_prompt"] or 1)
+    return _known(path, "batch", options["batch"], log.responses and log.responses // per_prompt), per_prompt
+
+
+def rebuilt_traces(
+    path: str, options: Mapping[str, Any], seeds: Iterable[int], log: RunLog | None = None
+) -> Iterator[Trace]:
+    """Rebuild a log's response lengths, once for each seed; ``options`` are the keys of the log's configuration.
+
+    The algorithm follows from the stages: a critic says ppo, a reference model grpo, neither gpg.
+    """
+    log = log or read_verl_log(path)
+    batch, per_prompt = _batch(path, options, log)
+    algorithm = "ppo" if "update_critic" in log.stages else "grpo" if "reference" in log.stages else "gpg"
+    for seed in seeds:
+        trace = reconstruct(
+            log,
+            prompts_per_step=batch,
+            responses_per_prompt=per_prompt,
+            prompt_set_size=options["prompt_set"],
+            max_response_tokens=options["max_response_tokens"],
+            prompt_effect=float(options["prompt_effect"]),
+            family=options["family"],
+            seed=seed,
+        )
+        yield replace(trace, algorithm=algorithm)
+
+
 @dataclass(frozen=True)
 class CalibratedLog:
     """A log with its traces, one a seed, and the costs fitted to it."""
@@ -166,8 +210,7 @@ def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: i
     """
     log = read_verl_log(path)
     gpus = _known(path, "gpus", options["gpus"], log.gpus)
-    per_prompt = int(options["responses_per_prompt"] or 1)
-    batch = _known(path, "batch", options["batch"], log.responses and log.responses // per_prompt)
+    batch, per_prompt = _batch(path, options, log)
     actor_gpus = int(options["actor_gpus"] or min(base.actor.gpus, gpus))
     shape = RunShape(
         gpus=gpus,
@@ -176,21 +219,7 @@ def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: i
         responses=batch * per_prompt,
         max_running=int(options["max_running"]),
     )
-    algorithm = "ppo" if "update_critic" in log.stages else "grpo" if "reference" in log.stages else "gpg"
-    rebuilt = (
-        reconstruct(
-            log,
-            prompts_per_step=batch,
-            responses_per_prompt=per_prompt,
-            prompt_set_size=options["prompt_set"],
-            max_response_tokens=options["max_response_tokens"],
-            prompt_effect=float(options["prompt_effect"]),
-            family=options["family"],
-            seed=seed,
-        )
-        for seed in range(seeds)
-    )
-    traces = tuple(replace(trace, algorithm=algorithm) for trace in rebuilt)
+    traces = tuple(rebuilt_traces(path, options, range(seeds), log))
     calibration = calibrate(
         log,
         shape,

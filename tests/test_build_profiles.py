@@ -11,6 +11,7 @@ import pytest
 
 from rlhfless.models.computed import Assumptions
 from rlhfless.models.hardware import find_model
+from rlhfless.models.decode import decode_one
 from rlhfless.models.profile import Profile
 from rlhfless.scripts.build_profiles import (
     MEASURED_MODELS,
@@ -292,7 +293,7 @@ RUNS = {
 def test_a_closed_batch_takes_as_long_as_in_vidur(data_dir: Path, run: str) -> None:
     """512 requests dealt round robin over 1, 4 and 16 replicas; each makespan within 2 % of Vidur's.
 
-    The replay here is a plain loop over iterations: admit up to 256, prefill them, decode one token each.
+    Vidur prefills first, at most 4096 tokens at a time, and runs at most 256 requests.
     """
     folder = data_dir / "vidur_closed_batch"
     profile, _ = vidur_profile(folder, *RUNS[run])
@@ -300,31 +301,12 @@ def test_a_closed_batch_takes_as_long_as_in_vidur(data_dir: Path, run: str) -> N
     prompts, responses = batch["num_prefill_tokens"].to_numpy(), batch["num_decode_tokens"].to_numpy()
     spans = dict(pl.read_csv(folder / "makespans.csv").select("name", "makespan_s").iter_rows())
     for replicas in (1, 4, 16):
-        times = [makespan(profile, prompts[r::replicas], responses[r::replicas]) for r in range(replicas)]
-        assert max(times) == pytest.approx(spans[f"{run}_r{replicas}"], rel=0.02)
-
-
-def makespan(profile: Profile, prompts: np.ndarray, responses: np.ndarray) -> float:
-    base, kv = profile.decode_tables
-    cost = profile.prefill
-    time, waiting = 0.0, 0
-    left = context = np.zeros(0)
-    while waiting < len(prompts) or len(left):
-        admitted = prompts[waiting : waiting + profile.actor.max_running - len(left)]
-        used = 0
-        for i, prompt in enumerate(admitted):
-            if i == 0 or used + prompt > cost.max_batch_tokens:
-                time += cost.fixed_seconds
-                used = 0
-            used += prompt
-            time += cost.token_seconds * prompt + cost.token2_seconds * prompt**2
-        left = np.concatenate((left, responses[waiting : waiting + len(admitted)]))
-        context = np.concatenate((context, admitted))
-        waiting += len(admitted)
-        time += base[len(left)] + kv[len(left)] * context.sum()
-        left, context = left - 1, context + 1
-        context, left = context[left > 0], left[left > 0]
-    return time
+        makespan = 0.0
+        for r in range(replicas):
+            own = len(prompts[r::replicas])
+            finish, _ = decode_one(profile, prompts[r::replicas], responses[r::replicas], np.arange(own))
+            makespan = max(makespan, float(finish.max()))
+        assert makespan == pytest.approx(spans[f"{run}_r{replicas}"], rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,11 @@ class StageTimes:
         return self
 
 
-def read_trace(path: str | os.PathLike[str]) -> Trace:
+def read_trace(path: str | os.PathLike[str], *, lengths_known: bool = True) -> Trace:
     """Read a trace from Parquet, CSV or JSON Lines.
+
+    Without ``lengths_known`` the responses are still to come: the column ``response_tokens`` is not read, and
+    every length is 1.
 
     Raises
     ------
@@ -131,7 +134,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
     """
     path = Path(path)
-    present, metadata = read_table(path, REQUIRED, OPTIONAL)
+    required = REQUIRED if lengths_known else {k: v for k, v in REQUIRED.items() if k != "response_tokens"}
+    present, metadata = read_table(path, required, OPTIONAL)
+    if not lengths_known:
+        present = present.with_columns(response_tokens=pl.lit(1, dtype=pl.Int64))
     beside = _parse_beside(path, metadata)
     ids = present["prompt_id"].unique(maintain_order=True)
     codes = present.select("prompt_id").join(

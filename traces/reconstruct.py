@@ -342,9 +342,7 @@ def _top_from_spread(family: Family, log_sd: float, figures: LengthFigures) -> i
         return n
     if figures.mean >= cap - 0.5:
         return n - 1
-    log_median = brentq(
-        lambda t: _capped_mean(unit, float(np.exp(t)), cap) - figures.mean, np.log(1e-3), np.log(1e4 * cap)
-    )
+    log_median = brentq(lambda t: _capped_mean(unit, float(np.exp(t)), cap) - figures.mean, -60.0, 60.0)
     share = 1 - float(unit.cdf((cap - 0.5) / np.exp(log_median)))
     # The mean bounds the number at the cap: all others at the smallest length, or just below the cap.
     low = figures.smallest

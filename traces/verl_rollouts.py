@@ -180,7 +180,7 @@ def _counter(
     try:
         encoder = tokenizers.Tokenizer.from_file(str(tokenizer))
     except Exception as error:  # the package raises bare Exception for a file that it cannot read
-        raise InputError(f"{tokenizer}: not a tokenizer file ({error})") from None
+        raise InputError(f"{tokenizer}: not a tokenizer file ({' '.join(str(error).split())})") from None
 
     def by_tokenizer(texts: pl.Series) -> IntArray:
         encodings = encoder.encode_batch(texts.to_list(), add_special_tokens=False)

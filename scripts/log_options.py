@@ -1,0 +1,32 @@
+"""The options that say what a console log leaves open; three verbs take them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+#: Option, type and help. The defaults are those of ``conf/trace/log.yaml``, where the keys have underscores.
+LOG_OPTIONS: dict[str, tuple[type, str]] = {
+    "gpus": (int, "GPUs of the run (default: from the log)"),
+    "batch": (int, "prompts a step (default: from the log)"),
+    "responses-per-prompt": (int, "responses to each prompt (default 1)"),
+    "actor-gpus": (int, "GPUs of a decode actor (default: the profile's, or all if there are fewer)"),
+    "max-running": (int, "responses that an actor runs at once (default 256)"),
+    "max-response-tokens": (int, "cap on a response (default: from the log)"),
+    "prompt-set": (int, "prompts in the data set (default: from the log's epochs)"),
+    "prompt-effect": (float, "share of the length variance that lies between prompts (default 0.5)"),
+    "family": (str, "distribution of the rebuilt lengths: gamma or lognormal (default gamma)"),
+}
+
+
+def add_log_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser; one that is not given is None."""
+    for name, (kind, text) in LOG_OPTIONS.items():
+        metavar = {int: "N", float: "X", str: "NAME"}[kind]
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+
+
+def given_log_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given, by their key in ``conf/trace/log.yaml``."""
+    keys = [name.replace("-", "_") for name in LOG_OPTIONS]
+    return {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
