@@ -97,7 +97,10 @@ class Policy(Protocol):
     asks for the true lengths; such a policy says ``oracle`` in its name.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Stands in plans and tables."""
+        ...
 
     def plan(self, view: StepView) -> Plan:
         """Return the plan of the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,8 +47,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, InputError):
             return str(cause)
         cause = cause.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2])
+    return "; ".join(line.strip(" ;") for line in str(error).splitlines() if line.strip())
 
 
 def hydra_verb(config: str, task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
@@ -114,8 +113,3 @@ def progress(total: int, what: str) -> Progress:
 def advance(bar: Progress) -> None:
     """Move a bar made by :func:`progress` by one."""
     bar.advance(bar.task_ids[0])
-
-
-def lines(parts: Iterable[str]) -> str:
-    """Join lines, each ended by a newline."""
-    return "".join(f"{part}\n" for part in parts)

@@ -139,8 +139,8 @@ def fit_gsm8k_ppo(data: Path) -> Synthetic:
         name="gsm8k_ppo",
         algorithm="ppo",
         model="Qwen2.5-3B",
-        prompts=2048,
-        prompts_per_step=512,
+        prompts=7473,
+        prompts_per_step=1024,
         responses_per_prompt=1,
         epochs=3,
         max_response_tokens=2048,
@@ -163,7 +163,8 @@ def fit_gsm8k_ppo(data: Path) -> Synthetic:
             "verl logs (Qwen2.5-0.5B PPO, Qwen2-7B GPG on GSM8K and on GSM8K + MATH); drift and runaways: the "
             "Qwen2-7B GSM8K log; icc: so that 70 % of prompts change by at most 50 tokens and 90 % by at most 100 "
             "between epochs (RLHFless, arXiv 2602.22718, sec. 4.3); questions and reference answers: GSM8K train; "
-            "system and suffix tokens: Qwen2.5 chat template; assumed: persistence, sizes of batch and prompt set"
+            "system and suffix tokens: Qwen2.5 chat template; "
+            "size of the prompt set: GSM8K train; batch: verl examples for GSM8K; assumed: persistence"
         ),
     )
 
@@ -194,8 +195,8 @@ def fit_gsm8k_grpo(data: Path) -> Synthetic:
         ppo,
         name="gsm8k_grpo",
         algorithm="grpo",
-        prompts=1024,
-        prompts_per_step=256,
+        prompts=7473,
+        prompts_per_step=1024,
         responses_per_prompt=3,
         source=f"as gsm8k_ppo, with 3 responses a prompt (RLHFless, arXiv 2602.22718, fig. 13b). {ppo.source}",
     )

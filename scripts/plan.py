@@ -68,7 +68,9 @@ def plan(config: DictConfig) -> None:
         history = LengthHistory(len(batch.prompt_ids))
         for earlier in past.batches() if past is not None else ():
             history.record(earlier)
-        cap = config.max_response_tokens or batch.max_response_tokens or (past and past.max_response_tokens)
+        cap = config.max_response_tokens or batch.max_response_tokens
+        if cap is None and past is not None:
+            cap = past.max_response_tokens
         if cap is None:
             raise InputError(f"{path}: the batch does not say max_response_tokens: give it as an option")
         view = view_of(batch, setting, history, max_response_tokens=int(cap), seed=int(config.seed))

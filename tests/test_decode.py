@@ -10,6 +10,7 @@ from factories import profile
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import Response, TokenByToken
+
 from rlhfless.models.decode import DecodePool, EngineOptions, decode_one
 from rlhfless.traces.errors import InputError
 
@@ -110,7 +111,7 @@ def test_pausing_changes_nothing(lengths: list[int], cuts: list[float], slack: i
 
 
 def test_iteration_counts_give_the_decode_time_of_affine_costs() -> None:
-    """base + slope b + gamma k: decode seconds are linear in iterations, tokens, and resident tokens."""
+    """Base + slope b + gamma k: decode seconds are linear in iterations, tokens, and resident tokens."""
     rng = np.random.default_rng(1)
     length = rng.integers(1, 400, 300)
     prompt = rng.integers(1, 100, 300)
