@@ -36,7 +36,8 @@ from rlhfless.traces.trace import FloatArray, IntArray
 _HEAD, _TAIL, _STACKED, _RUNNING, _ITERATION = 0, 1, 2, 3, 4
 _RESIDENT, _HELD_TOKENS, _FINISHED = 5, 6, 7
 _PREFILL_TOKENS, _PREEMPTIONS, _TOKENS, _RESIDENT_SUM = 8, 9, 10, 11
-_INTEGERS = 12
+_PEAK_RUNNING, _PEAK_HELD = 12, 13
+_INTEGERS = 14
 _CLOCK, _PREFILL_SECONDS, _DECODE_SECONDS = 0, 1, 2
 _FLOATS = 3
 
@@ -60,7 +61,7 @@ class EngineOptions:
     share_prompt_kv: bool = False
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _iterations_until(clock, base, kv, running, resident, until, at_most):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Return the least n in 1..at_most whose n iterations end at or after ``until`` (or ``at_most``)."""
     first = base + kv * resident
@@ -74,7 +75,7 @@ def _iterations_until(clock, base, kv, running, resident, until, at_most):  # ty
     denominator = linear + root
     if denominator <= 0.0 or 2.0 * gap / denominator >= at_most:
         return at_most
-    n = max(np.int64(np.ceil(2.0 * gap / denominator)), 1)
+    n = max(int(np.ceil(2.0 * gap / denominator)), 1)
     while n > 1 and clock + (n - 1) * first + growth * (n - 1) * (n - 2) * 0.5 >= until:
         n -= 1
     while n < at_most and clock + n * first + growth * n * (n - 1) * 0.5 < until:
@@ -82,7 +83,7 @@ def _iterations_until(clock, base, kv, running, resident, until, at_most):  # ty
     return min(n, at_most)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
     ints,
     floats,
@@ -218,6 +219,8 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
         iteration += n
         resident += n * running
         held_tokens += n * running
+        ints[_PEAK_RUNNING] = max(ints[_PEAK_RUNNING], running)
+        ints[_PEAK_HELD] = max(ints[_PEAK_HELD], held_tokens)
 
         while len(heap) > 0 and heap[0] >> _ID_BITS <= iteration:
             entry = heapq.heappop(heap)
@@ -287,7 +290,8 @@ class ActorCounts:
 
     ``iterations`` is the number of decode iterations, ``tokens`` the responses' tokens they made, and
     ``resident_sum`` the resident KV tokens summed over the iterations, so that the decode time of affine
-    costs is ``base0 * iterations + slope * tokens + kv * resident_sum``.
+    costs is ``base0 * iterations + slope * tokens + kv * resident_sum``. ``peak_running`` and
+    ``peak_kv_tokens`` are the most responses that ran at once and the most KV tokens they held at once.
     """
 
     clock: float
@@ -299,6 +303,8 @@ class ActorCounts:
     prefill_tokens: int
     preemptions: int
     finished: int
+    peak_running: int
+    peak_kv_tokens: int
 
 
 class DecodePool:
@@ -462,6 +468,8 @@ class DecodePool:
             prefill_tokens=int(state.ints[_PREFILL_TOKENS]),
             preemptions=int(state.ints[_PREEMPTIONS]),
             finished=int(state.ints[_FINISHED]),
+            peak_running=int(state.ints[_PEAK_RUNNING]),
+            peak_kv_tokens=int(state.ints[_PEAK_HELD]),
         )
 
     def copy(self) -> DecodePool:
@@ -475,7 +483,7 @@ class DecodePool:
         return twin
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _block_ends(bounds, order, prompt, length, group, cached, costs):  # type: ignore[no-untyped-def]  # pragma: no cover
     n = len(prompt)
     ends = np.zeros(len(bounds) - 1)
@@ -513,9 +521,20 @@ def block_times(
 
     The fast path for planning, on predicted lengths: the same kernel as :class:`DecodePool`, without its
     state. Lengths that would not fit an actor are cut to its capacity, since a prediction may exceed it.
+
+    Raises
+    ------
+    InputError
+        When a prompt leaves no room for a single token.
+
     """
     capacity = profile.actor.kv_capacity_tokens
-    length = np.minimum(response_tokens, np.maximum(capacity - prompt_tokens, 1))
+    if len(prompt_tokens) and int(prompt_tokens.max()) >= capacity:
+        raise InputError(
+            f"a prompt of {int(prompt_tokens.max())} tokens leaves no room for a response, an actor of profile "
+            f"{profile.name} holds {capacity}"
+        )
+    length = np.minimum(response_tokens, capacity - prompt_tokens)
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in blocks]))).astype(np.int64)
     order = np.concatenate(blocks).astype(np.int64)
     ends: FloatArray = _block_ends(
