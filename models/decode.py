@@ -341,9 +341,10 @@ class DecodePool:
         options = options or EngineOptions()
         n = len(prompt_tokens)
         self.profile = profile
-        self.prompt_tokens = np.ascontiguousarray(prompt_tokens, dtype=np.int64)
-        self.response_tokens = np.ascontiguousarray(response_tokens, dtype=np.int64)
-        self.group = np.ascontiguousarray(group, dtype=np.int64)
+        # Copies, since the kernel is compiled once more for arrays that are read-only.
+        self.prompt_tokens = np.array(prompt_tokens, dtype=np.int64)
+        self.response_tokens = np.array(response_tokens, dtype=np.int64)
+        self.group = np.array(group, dtype=np.int64)
         capacity = profile.actor.kv_capacity_tokens
         whole = self.prompt_tokens + self.response_tokens
         if n and int(whole.max()) > capacity:
@@ -535,16 +536,11 @@ def block_times(
             f"{profile.name} holds {capacity}"
         )
     length = np.minimum(response_tokens, capacity - prompt_tokens)
+    prompt, group, cached = (np.array(v, dtype=np.int64) for v in (prompt_tokens, group, cached_tokens))
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in blocks]))).astype(np.int64)
     order = np.concatenate(blocks).astype(np.int64)
     ends: FloatArray = _block_ends(
-        bounds,
-        order,
-        prompt_tokens,
-        length,
-        group,
-        cached_tokens,
-        _costs(profile, options or EngineOptions()),
+        bounds, order, prompt, length, group, cached, _costs(profile, options or EngineOptions())
     )
     return ends
 

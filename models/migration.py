@@ -3,84 +3,64 @@
 Actors are independent between two moves. A rule therefore looks ahead: it runs every actor to its end,
 searches the completion times for the first instant at which it acts, rewinds the actors concerned to it,
 moves the responses, and looks ahead again. It decides from what a controller can see at that instant:
-completions so far and tokens generated, never a length that is still to come.
+completions so far and tokens generated, never a length that is still to come. One exception: when another
+actor's completion opens the slots, the cut actor is inside an iteration; slots are taken for the responses
+that are unfinished at the end of that iteration, not at its beginning.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
 from rlhfless.models.decode import DecodePool
+from rlhfless.models.dispatch import online_dispatch
+from rlhfless.models.global_cut import global_cut
+from rlhfless.models.moves import Decoded, Move, Transfer, run_to_end, send
 from rlhfless.models.plan import Migration
-from rlhfless.traces.trace import FloatArray, IntArray
-
-
-@dataclass(frozen=True)
-class Move:
-    """Responses that left ``source`` for ``target``: ``sent`` is when they stopped, ``ready`` when the target can take them."""
-
-    source: int
-    target: int
-    responses: IntArray
-    kv_bytes: float
-    sent: float
-    ready: float
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """When every actor is released, in seconds, and what moved."""
-
-    release: FloatArray
-    moves: tuple[Move, ...]
-
-
-#: Seconds to send so many bytes from one actor to another.
-Transfer = Callable[[int, int, float], float]
+from rlhfless.traces.trace import IntArray
 
 
 def decode_actors(
     pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_per_token: float
 ) -> Decoded:
     """Run all actors of the pool to their end under a migration rule."""
-    n = len(pool)
-    if rule.rule == "none" or n < 2:
-        return Decoded(np.array([pool.run(actor) for actor in range(n)]), ())
+    if rule.rule == "none" or len(pool) < 2:
+        return run_to_end(pool)
+    if rule.rule == "global":
+        return global_cut(pool, rule, transfer, kv_bytes_per_token)
+    if rule.rule == "dispatch":
+        return online_dispatch(pool, rule, transfer, kv_bytes_per_token)
     return _local_cut(pool, rule, transfer, kv_bytes_per_token)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _first_cut(owner, assigned, needed, slots, cuttable, since, times):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Return the first completion from ``since`` on at which some actor may be cut, and that actor.
+@njit(cache=True)
+def _first_cut(owner, assigned, needed, slots, cuttable, wait, since, times):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Return the last completion of the first instant from ``since`` on at which an actor is cut, and the actor.
 
     ``owner`` is each completion's actor in time order. An actor may be cut from its ``needed``-th completion
-    on, as soon as the open slots of the other running actors hold its unfinished responses. Among several,
-    the one with the fewest left goes first.
+    on, as soon as the open slots of the other running actors hold its unfinished responses; unless ``wait``,
+    only at the instant of that completion. Among several, the one with the fewest left goes first.
     """
     n = len(assigned)
     left = assigned.copy()
     done = np.zeros(n, dtype=np.int64)
-    free = 0
-    for j in range(n):
-        if left[j] > 0:
-            free += max(slots[j] - left[j], 0)
     due = 0
     for event in range(len(owner)):
         j = owner[event]
-        free -= max(slots[j] - left[j], 0)
         left[j] -= 1
         done[j] += 1
-        if left[j] > 0:
-            free += max(slots[j] - left[j], 0)
         if cuttable[j] and done[j] == needed[j]:
             due += 1
-        if due == 0 or times[event] < since:
+        # A controller sees an instant whole: all completions at one time come before its decision.
+        if due == 0 or times[event] < since or (event + 1 < len(owner) and times[event + 1] == times[event]):
             continue
+        free = 0
+        for i in range(n):
+            if left[i] > 0:
+                free += max(slots[i] - left[i], 0)
         best = -1
         for i in range(n):
             if cuttable[i] and done[i] >= needed[i] and left[i] > 0:
@@ -89,6 +69,10 @@ def _first_cut(owner, assigned, needed, slots, cuttable, since, times):  # type:
                     best = i
         if best >= 0:
             return event, best
+        if not wait:
+            for i in range(n):
+                if cuttable[i] and done[i] >= needed[i]:
+                    cuttable[i] = False
     return -1, -1
 
 
@@ -116,17 +100,20 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
         times, owner = finish[order], pool.owner[order]
         counted = assigned if rule.count_moved else original
         needed = np.maximum(np.ceil(rule.threshold * counted - 1e-9).astype(np.int64), 1)
-        if rule.wait_for_slots:
-            event, source = _first_cut(owner, assigned, needed, slots, cuttable, since, times)
-        else:
-            event, source = _cut_at_threshold(owner, assigned, needed, slots, cuttable)
+        event, source = _first_cut(
+            owner, assigned, needed, slots, cuttable, rule.wait_for_slots, since, times
+        )
         if event < 0:
             break
-        now = float(times[event])
+        since = now = float(times[event])
         left = assigned - np.bincount(owner[: event + 1], minlength=n)
+        open_slots = np.where(left > 0, np.maximum(slots - left, 0), 0)
+        open_slots[source] = 0
         cuttable[source] = False
-        since = now
-        sent = pool.run(source, until=now)
+        # It takes nothing in any more, even while it finishes the iteration under way.
+        slots[source] = 0
+        # Not before now: it may have been idle, waiting for KV that is under way.
+        sent = max(pool.run(source, until=now), now)
         active, waiting = pool.remove(source)
         moved = np.concatenate((active, waiting))
         if not len(moved):
@@ -134,28 +121,15 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
             release[source] = sent
             finish[pool.owner == source] = pool.finish[pool.owner == source]
             continue
-        open_slots = np.where(left > 0, np.maximum(slots - left, 0), 0)
-        open_slots[source] = 0
         chosen = _targets(pool, rule, moved, open_slots, left)
-        clock = sent
-        for target in np.unique(chosen):
-            rows = moved[chosen == target]
-            if rule.kv == "transfer":
-                tokens = np.where(
-                    np.isin(rows, active), pool.prompt_tokens[rows] + pool.generated[rows], pool.cached[rows]
-                )
-            else:
-                tokens = np.zeros(len(rows), dtype=np.int64)
-            sent_bytes = float(tokens.sum()) * kv_bytes_per_token
-            # One sender: its transfers take turns.
-            clock += transfer(source, int(target), sent_bytes) if sent_bytes else 0.0
-            moves.append(Move(source, int(target), rows, sent_bytes, sent, clock))
-            pool.run(int(target), until=now)
-            pool.cached[rows] = tokens
-            pool.add(int(target), rows, ready=clock)
-            assigned[target] += len(rows)
+        sending = send(pool, rule, transfer, kv_bytes_per_token, source, (active, waiting), chosen, sent)
+        for move in sending:
+            pool.run(move.target, until=now)
+            pool.add(move.target, move.responses, ready=move.ready)
+            assigned[move.target] += len(move.responses)
+        moves += sending
         assigned[source] -= len(moved)
-        release[source] = clock
+        release[source] = sending[-1].ready
         ahead = pool.copy()
         for target in np.unique(chosen):
             release[target] = ahead.run(int(target))
@@ -164,24 +138,6 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
     for actor in range(n):
         pool.run(actor)
     return Decoded(release, tuple(moves))
-
-
-def _cut_at_threshold(
-    owner: IntArray, assigned: IntArray, needed: IntArray, slots: IntArray, cuttable: np.ndarray
-) -> tuple[int, int]:
-    """Return the first completion that reaches an actor's threshold while slots are open, and that actor."""
-    left = assigned.copy()
-    done = np.zeros(len(assigned), dtype=np.int64)
-    for event, j in enumerate(owner.tolist()):
-        left[j] -= 1
-        done[j] += 1
-        if not (cuttable[j] and done[j] == needed[j]):
-            continue
-        free = np.where(left > 0, np.maximum(slots - left, 0), 0)
-        if left[j] > 0 and left[j] <= free.sum() - free[j]:
-            return event, j
-        cuttable[j] = False
-    return -1, -1
 
 
 def _targets(

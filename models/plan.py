@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -19,6 +19,9 @@ from rlhfless.traces.trace import IntArray, Trace
 
 SCHEMA = "rlhfless.plan/1"
 Platform = Literal["serverless", "serverful"]
+#: Where the stages between generation and learning run: on the learner's GPUs or on all actors' GPUs, one after
+#: the other; each on whatever GPUs are free; or each on GPUs that it shares with nothing else.
+Preparation = Literal["learner", "actors", "separate", "own"]
 
 
 class _Part(BaseModel):
@@ -28,9 +31,10 @@ class _Part(BaseModel):
 class Prefill(_Part):
     """Where prompts are prefilled.
 
-    ``local``: every decode actor prefills its own prompts. ``deduplicated``: one prefill actor on the
-    learner's GPUs prefills each distinct prefix of up to ``shared_prefix_tokens`` tokens once (null: whole
-    prompts) and sends the KV; decode actors prefill the rest.
+    ``local``: every decode actor prefills its own prompts. ``deduplicated``: one prefill actor prefills each
+    distinct prefix of up to ``shared_prefix_tokens`` tokens once (null: whole prompts) and sends the KV;
+    decode actors prefill the rest. It takes the first ``gpus`` GPUs of the learner, where the new weights
+    are, so ``node`` is the learner's.
     """
 
     mode: Literal["local", "deduplicated"] = "local"
@@ -42,20 +46,42 @@ class Prefill(_Part):
 class Migration(_Part):
     """What happens to stragglers.
 
-    ``none``; or ``local``: an actor that has completed ``threshold`` of its responses ends, and its
-    unfinished ones move to other running actors with open slots (RLHFless, sec. 4.3). Further fields say
-    what the paper leaves open:
+    ``none``: they stay where they are.
 
-    ``wait_for_slots``: without enough open slots the cut waits for them, else it is dropped.
-    ``kv``: moved responses bring their KV over the link, or the target recomputes it.
-    ``slots``: an actor has as many slots as it was assigned responses, or as the engine can run.
-    ``target``: moved responses go, one by one, to the actor with the most open slots or the most unfinished
-    work.
+    ``global``: once ``threshold`` of the batch is complete, all unfinished responses gather on ``keep`` actors
+    (null: as many as RLHFuse's rule keeps), see ``models/global_cut.py``.
+
+    ``dispatch``: actors take their next response from one queue, in chunks of ``chunk_tokens`` (null: whole
+    responses), see ``models/dispatch.py``.
+
+    ``local``: an actor that has completed ``threshold`` of its responses ends, and all its
+    unfinished ones move to other running actors with open slots (RLHFless, sec. 4.3). In detail:
+
+    * Decisions fall at the instants at which responses complete, after all completions of the instant. An
+      actor with ``n`` responses may be cut once ``ceil(threshold * n)`` are complete, if any are left and
+      the open slots of the other running actors hold them all. Among several such actors the one with the
+      fewest left goes first, then the one with the lower number; then the rule looks again.
+    * A running actor is one with unfinished responses that has not been cut. Its open slots are its slots
+      less its unfinished responses, those on their way to it included.
+    * The cut actor finishes the iteration under way. What is unfinished then leaves it: first the running
+      responses in order of admission, then the waiting ones, stably sorted by tokens generated, most first.
+      One by one they choose their target; equal targets give way to the lower number.
+    * With ``transfer`` a running response brings the KV of its prompt and tokens, a waiting one what the
+      actor was sent for it, its targets being served in turn by number; the actor is released after the
+      last transfer. A target admits what it was sent, at the end of its queue, when the KV is there.
+
+    Further fields say what the paper leaves open:
+
+    ``wait_for_slots``: without enough open slots the cut waits for them, else it is dropped for good.
+    ``kv``: moved responses bring their KV over the link, or the target prefills prompt and tokens again.
+    ``slots``: an actor has as many slots as it was assigned responses (at most ``max_running``), or
+    ``max_running``.
+    ``target``: the actor with the most open slots, or with the most unfinished responses.
     ``count_moved``: responses that moved in count towards an actor's threshold.
-    ``keep_first``: actor 0, which sits beside the learner with the longest responses, is never cut.
+    ``keep_first``: actor 0, which sits beside the learner with the most work, is never cut.
     """
 
-    rule: Literal["none", "local"] = "none"
+    rule: Literal["none", "local", "global", "dispatch"] = "none"
     threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
     wait_for_slots: bool = True
     kv: Literal["transfer", "recompute"] = "transfer"
@@ -63,6 +89,8 @@ class Migration(_Part):
     target: Literal["most_slots", "most_unfinished"] = "most_slots"
     count_moved: bool = True
     keep_first: bool = True
+    keep: Annotated[int, Field(ge=1)] | None = None
+    chunk_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class Learner(_Part):
@@ -120,7 +148,9 @@ class PlanDocument(_Part):
     actors: Annotated[tuple[_ActorDocument, ...], Field(min_length=1)]
     migration: Migration = Migration()
     learner: Learner
-    preparation: Literal["learner", "separate"] = "separate"
+    preparation: Preparation = "separate"
+    overlap_preparation: bool = False
+    deliver_prompts: Annotated[int, Field(ge=1)] | None = None
     prewarm: Prewarm | None = None
     predicted: Predicted | None = None
 
@@ -129,7 +159,8 @@ class PlanDocument(_Part):
 class ActorPlan:
     """One decode actor: ``responses`` are rows of the step's batch, in admission order.
 
-    ``colocated``: it sits on the learner's GPUs, so the new weights are there at once. ``prewarm_seconds``:
+    ``colocated``: it sits on the learner's GPUs of its node, so that the new weights are there at once and it
+    needs no start-up. ``prewarm_seconds``:
     how long before the expected end of the learning stage its function is invoked.
     """
 
@@ -144,8 +175,9 @@ class ActorPlan:
 class Plan:
     """What a policy decides for one step. ``predicted_tokens`` is what it expected of each response.
 
-    ``preparation`` says whether the stages between generation and learning run on the learner's GPUs, one
-    after the other, or each on GPUs of its own.
+    ``overlap_preparation``: after a global cut, preparation of the responses that are complete begins on the
+    GPUs that the cut frees. ``deliver_prompts``: generation ends when so many prompts are complete; the
+    step trains on those only.
     """
 
     step: int
@@ -153,9 +185,11 @@ class Plan:
     platform: Platform
     actors: tuple[ActorPlan, ...]
     learner: Learner
-    prefill: Prefill = Prefill()
-    migration: Migration = Migration()
-    preparation: Literal["learner", "separate"] = "separate"
+    prefill: Prefill = field(default_factory=Prefill)
+    migration: Migration = field(default_factory=Migration)
+    preparation: Preparation = "separate"
+    overlap_preparation: bool = False
+    deliver_prompts: int | None = None
     prewarm: Prewarm | None = None
     predicted: Predicted | None = None
     predicted_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -184,6 +218,8 @@ class Plan:
             "migration": self.migration.model_dump(),
             "learner": self.learner.model_dump(),
             "preparation": self.preparation,
+            "overlap_preparation": self.overlap_preparation,
+            "deliver_prompts": self.deliver_prompts,
             "prewarm": None if self.prewarm is None else self.prewarm.model_dump(),
             "predicted": None if self.predicted is None else self.predicted.model_dump(),
         }
@@ -202,6 +238,13 @@ def parse_plan(values: Mapping[str, Any], batch: Trace, where: str) -> Plan:
         document = PlanDocument.model_validate(values)
     except ValidationError as error:
         raise InputError(f"{where}: {first_problem(error)}") from None
+    ids = [actor.id for actor in document.actors]
+    if ids != list(range(len(ids))):
+        raise InputError(f"{where}: actors.id must count from 0 on, is {', '.join(map(str, ids))}")
+    if len(batch) and document.step != int(batch.step[0]):
+        raise InputError(
+            f"{where}: the plan is for step {document.step}, the batch is of step {batch.step[0]}"
+        )
     code = {name: number for number, name in enumerate(batch.prompt_ids)}
     row = {(int(p), int(s)): r for r, (p, s) in enumerate(zip(batch.prompt, batch.sample, strict=True))}
     actors = []
@@ -232,6 +275,8 @@ def parse_plan(values: Mapping[str, Any], batch: Trace, where: str) -> Plan:
         prefill=document.prefill,
         migration=document.migration,
         preparation=document.preparation,
+        overlap_preparation=document.overlap_preparation,
+        deliver_prompts=document.deliver_prompts,
         prewarm=document.prewarm,
         predicted=document.predicted,
     )
@@ -242,9 +287,12 @@ def parse_plan(values: Mapping[str, Any], batch: Trace, where: str) -> Plan:
 def check_responses(plan: Plan, batch: Trace, where: str) -> None:
     """Refuse a plan in which a response of the batch does not stand in exactly one actor."""
     n = len(batch)
-    rows = np.concatenate([actor.responses for actor in plan.actors])
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= n):
-        raise InputError(f"{where}: the plan names row {int(rows.max())} of a batch of {n} responses")
+    if not plan.actors:
+        raise InputError(f"{where}: the plan has no actors")
+    rows = np.concatenate([np.asarray(actor.responses, dtype=np.int64) for actor in plan.actors])
+    outside = rows[(rows < 0) | (rows >= n)]
+    if len(outside):
+        raise InputError(f"{where}: the plan names row {outside[0]}, the batch has rows 0..{n - 1}")
     times = np.bincount(rows, minlength=n)
     wrong = np.flatnonzero(times != 1)
     if len(wrong):
@@ -256,22 +304,29 @@ def check_responses(plan: Plan, batch: Trace, where: str) -> None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The GPUs of a plan's parts, as numbers ``node * gpus_per_node + index``."""
+    """The GPUs of a plan's parts, as numbers ``node * gpus_per_node + index``, ascending.
+
+    ``prefill`` is empty where every actor prefills its own prompts, ``rest`` are the GPUs that neither an actor
+    nor the learner has.
+    """
 
     actors: tuple[tuple[int, ...], ...]
     learner: tuple[int, ...]
+    prefill: tuple[int, ...] = ()
+    rest: tuple[int, ...] = ()
 
 
 def allocate(plan: Plan, cluster: Cluster, where: str) -> Allocation:
-    """Give every actor and the learner their GPUs.
+    """Give every actor, the prefill actor and the learner their GPUs.
 
-    A co-located actor takes GPUs of the learner. Another one takes the lowest free GPUs of its node, those
-    of the learner last, since a function cannot be prewarmed on them while the learner works.
+    An actor sits on one node. Co-located ones come first and take the learner's GPUs of their node, then
+    other ones of it. The rest take the lowest free GPUs of their node, the learner's last, since a function
+    cannot be prewarmed on them while the learner works.
 
     Raises
     ------
     InputError
-        In one line, when a node or the cluster has too few GPUs.
+        In one line, when a node or the cluster has too few GPUs, or the prefill actor is not on the learner.
 
     """
     per_node, total = cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node
@@ -282,29 +337,38 @@ def allocate(plan: Plan, cluster: Cluster, where: str) -> Allocation:
             f"the cluster has {cluster.nodes} nodes of {per_node}"
         )
     learner = tuple(range(first, first + plan.learner.gpus))
+    prefill: tuple[int, ...] = ()
+    if plan.prefill.mode == "deduplicated":
+        if plan.prefill.node != plan.learner.node or not 1 <= plan.prefill.gpus <= plan.learner.gpus:
+            raise InputError(
+                f"{where}: prefill asks for {plan.prefill.gpus} GPUs on node {plan.prefill.node}, must be 1 to "
+                f"{plan.learner.gpus} of the learner's, from node {plan.learner.node} on"
+            )
+        prefill = learner[: plan.prefill.gpus]
     taken: set[int] = set()
-    actors = []
-    for number, actor in enumerate(plan.actors):
+    chosen: dict[int, tuple[int, ...]] = {}
+    for number in sorted(range(len(plan.actors)), key=lambda number: not plan.actors[number].colocated):
+        actor = plan.actors[number]
         if actor.node >= cluster.nodes:
             raise InputError(
                 f"{where}: actor {number}: node {actor.node} does not exist, nodes are 0..{cluster.nodes - 1}"
             )
-        own = range(actor.node * per_node, (actor.node + 1) * per_node)
-        if actor.colocated:
-            candidates = [g for g in learner if g not in taken]
-            candidates += [g for g in own if g not in taken and g not in learner]
-        else:
-            free = [g for g in own if g not in taken]
-            candidates = [g for g in free if g not in learner] + [g for g in free if g in learner]
-        chosen = tuple(candidates[: actor.gpus])
-        if len(chosen) < actor.gpus:
+        free = [g for g in range(actor.node * per_node, (actor.node + 1) * per_node) if g not in taken]
+        if actor.colocated and not any(g in learner for g in free):
+            raise InputError(
+                f"{where}: actor {number} is colocated, but node {actor.node} has no GPU of the learner free"
+            )
+        # Stable: the GPUs of a kind stay ascending.
+        free.sort(key=lambda g: (g in learner) != plan.actors[number].colocated)
+        if len(free) < actor.gpus:
             raise InputError(
                 f"{where}: actor {number} asks for {actor.gpus} GPUs on node {actor.node}, "
-                f"which has {len(chosen)} left of {per_node}"
+                f"which has {len(free)} left of {per_node}"
             )
-        taken.update(chosen)
-        actors.append(chosen)
-    return Allocation(tuple(actors), learner)
+        chosen[number] = tuple(sorted(free[: actor.gpus]))
+        taken.update(chosen[number])
+    rest = tuple(g for g in range(total) if g not in taken and g not in learner)
+    return Allocation(tuple(chosen[number] for number in range(len(plan.actors))), learner, prefill, rest)
 
 
 @cache

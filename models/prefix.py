@@ -30,6 +30,11 @@ class PrefixTree:
     node: tuple[IntArray, ...]
     owner: tuple[BoolArray, ...]
 
+    def __post_init__(self) -> None:
+        # Policies get the tree that the replay uses.
+        for array in (self.group, self.prompt_tokens, *self.node, *self.owner):
+            array.setflags(write=False)
+
     @classmethod
     def of(cls, batch: Trace) -> PrefixTree:
         """Build the tree of one step's batch."""

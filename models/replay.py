@@ -17,20 +17,27 @@ import numpy as np
 
 from rlhfless.models.cluster import Cluster
 from rlhfless.models.decode import DecodePool, EngineOptions
-from rlhfless.models.migration import Move, decode_actors
+from rlhfless.models.delivery import deliver_first
+from rlhfless.models.migration import decode_actors
+from rlhfless.models.moves import Decoded, Move
 from rlhfless.models.plan import Allocation, Plan, allocate, check_responses
 from rlhfless.models.prefix import PrefixTree
-from rlhfless.models.profile import LEARNING_STAGES, PREPARATION_STAGES, Link, Profile
+from rlhfless.models.profile import LEARNING_STAGES, PREPARATION_STAGES, Link, Profile, Seconds
 from rlhfless.models.stages import step_graph
 from rlhfless.traces.errors import InputError
-from rlhfless.traces.trace import FloatArray, IntArray, Trace
+from rlhfless.traces.trace import BoolArray, FloatArray, IntArray, Trace
 
 Gpus = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Billing:
-    """Which times of a serverless function are billed beside its work; all sums are reported either way."""
+    """Which times of a serverless function are billed beside its work; all sums are reported either way.
+
+    ``startup``: from its invocation until it is ready. ``prewarmed_waiting``: from then to the new weights, of
+    a function that was called before they existed; waiting for transfers is always billed.
+    ``keep_alive``: while it stays warm after its release, until the next call or the end of its keep-alive.
+    """
 
     startup: bool = True
     prewarmed_waiting: bool = True
@@ -41,22 +48,23 @@ class Billing:
 class ReplayOptions:
     """Choices of the replay that neither the plan nor the profile makes.
 
-    ``weight_transfer``: new weights reach all actors at once (a broadcast), or the learner's links serve them
-    in turn. ``kv_transfer``: the same for the prefill actor's KV, which differs from actor to actor.
-    ``switch_seconds``: what a co-located serverful run pays once a step to change between learning and
-    generation.
+    ``weight_transfer``: new weights reach all actors at once (a broadcast), or the learner's links, one within
+    its nodes and one out of them, serve them in turn: first come, first served, then by number.
+    ``kv_transfer``: the same for the prefill actor's KV, which differs from actor to actor.
+    ``switch_seconds``: what a serverful run with actors on the learner's GPUs pays once a step to change
+    between learning and generation.
     ``generation_overhead_seconds``: what every actor pays before it decodes, on any platform (waking the engine,
     scattering the batch); a calibration finds it as the part of generation that no token explains.
     ``warm_at_start``: every function is warm when the run begins, as in the middle of a long run; otherwise
     its first start is cold.
     """
 
-    engine: EngineOptions = EngineOptions()
-    billing: Billing = Billing()
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    billing: Billing = field(default_factory=Billing)
     weight_transfer: Literal["broadcast", "in_turn"] = "broadcast"
     kv_transfer: Literal["in_turn", "parallel"] = "in_turn"
-    switch_seconds: float = 0.0
-    generation_overhead_seconds: float = 0.0
+    switch_seconds: Seconds = 0.0
+    generation_overhead_seconds: Seconds = 0.0
     warm_at_start: bool = True
 
 
@@ -81,8 +89,11 @@ class StepOutcome:
     """What one step did. Seconds are relative to ``began`` (since the run began), except in ``intervals``.
 
     ``gpu_seconds`` is billed; ``by_function`` splits it (``held`` is the idle part of a serverful pool).
-    ``finish`` is when each response was complete, shape (responses,); ``stage_times`` maps each node of
-    ``graph`` to its start and end.
+    ``keep_alive_gpu_seconds`` counts a warm function's idle time in the step of its next call, or, where none
+    came, its whole keep-alive in the first step that begins after it. ``peak_running`` and
+    ``peak_kv_tokens`` are the most that any actor ran and held at once. ``finish`` is when each response was
+    complete, shape (responses,), ``release`` when each actor was; ``stage_times`` maps each node of ``graph``
+    to its start and end.
     """
 
     step: int
@@ -105,15 +116,23 @@ class StepOutcome:
     preemptions: int
     cold_starts: int
     actors: int
+    launched: int
     responses: int
     response_tokens: int
+    carried_tokens: int
+    stale_tokens: int
+    left_tokens: int
     decoded_tokens: int
+    peak_running: int
+    peak_kv_tokens: int
     finish: FloatArray
+    delivered: BoolArray
+    generated: IntArray
     release: FloatArray
     moves: tuple[Move, ...]
     intervals: tuple[Interval, ...]
     stage_times: dict[str, tuple[float, float]]
-    graph: nx.DiGraph = field(repr=False)
+    graph: nx.DiGraph[str] = field(repr=False)
 
     @property
     def idle_gpu_seconds(self) -> float:
@@ -169,12 +188,22 @@ class Replay:
                     f"the cluster has {total} GPUs"
                 )
         self._free = np.zeros(total)
+        # Functions that have run: when each was last released, and which of them have cooled down since.
         self._released: dict[tuple[str, Gpus], float] = {}
+        self._cooled: set[tuple[str, Gpus]] = set()
 
     def step(
-        self, plan: Plan, batch: Trace, where: str = "plan", tree: PrefixTree | None = None
+        self,
+        plan: Plan,
+        batch: Trace,
+        where: str = "plan",
+        tree: PrefixTree | None = None,
+        generated: IntArray | None = None,
     ) -> StepOutcome:
-        """Replay one step and move the clock to its end; ``tree`` is the batch's, where it is known already.
+        """Replay one step and move the clock to its end.
+
+        ``tree`` is the batch's, where it is known already. ``generated`` are tokens that responses have from an
+        earlier step; their KV is gone, since the weights have changed.
 
         Raises
         ------
@@ -192,29 +221,53 @@ class Replay:
                 )
         allocation = allocate(plan, self.cluster, where)
         tree = tree or PrefixTree.of(batch)
-        pool = DecodePool(
-            self.profile,
-            batch.prompt_tokens,
-            batch.response_tokens,
-            tree.group,
-            len(plan.actors),
-            self.options.engine,
-        )
+        try:
+            pool = DecodePool(
+                self.profile,
+                batch.prompt_tokens,
+                batch.response_tokens,
+                tree.group,
+                len(plan.actors),
+                self.options.engine,
+            )
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        if generated is not None:
+            pool.generated[:] = generated
+        if plan.preparation == "own" and not self.own_gpus(allocation.rest):
+            raise InputError(
+                f"{where}: stages need GPUs of their own, actors and learner leave {len(allocation.rest)}"
+            )
         return _Step(self, plan, batch, allocation, tree, pool).run()
 
-    def _link(self, source: Sequence[int], target: Sequence[int]) -> Link:
-        nodes = {gpu // self.cluster.gpus_per_node for gpu in source}
-        near = target[0] // self.cluster.gpus_per_node in nodes
-        return self.profile.links.within_node if near else self.profile.links.between_nodes
+    def own_gpus(self, rest: Gpus) -> dict[str, Gpus]:
+        """Share out the GPUs that neither actors nor the learner have among the other stages.
 
-    def _startup(self, function: str, gpus: Gpus, at: float) -> tuple[float, bool]:
-        """Return the start-up seconds of a function invoked at ``at``, and whether it is cold."""
-        functions = self.profile.functions
+        Each stage gets what its profile says, or if those are too many, a share in proportion, at least one.
+        """
+        wanted = {s: self.profile.stages[s].gpus for s in self.stages if s != "update_actor"}
+        wanted = {stage: count for stage, count in wanted.items() if count}
+        scale = min(1.0, len(rest) / max(sum(wanted.values()), 1))
+        shares, first = {}, 0
+        for stage, count in wanted.items():
+            own = max(int(count * scale), 1)
+            shares[stage] = rest[first : first + own]
+            first += own
+        return shares if first <= len(rest) else {}
+
+    def _near(self, source: Gpus, target: Gpus) -> bool:
+        """Tell whether the target, which sits on one node, shares it with some GPU of the source."""
+        return target[0] // self.cluster.gpus_per_node in {g // self.cluster.gpus_per_node for g in source}
+
+    def _link(self, near: bool) -> Link:
+        links = self.profile.links
+        return links.within_node if near else links.between_nodes
+
+    def _warm(self, function: str, gpus: Gpus, at: float) -> bool:
+        """Tell whether a function that is invoked at ``at`` is still warm."""
         first = 0.0 if self.options.warm_at_start else None
         released = self._released.get((function, gpus), first)
-        if released is not None and at - released <= functions.keep_alive_seconds:
-            return functions.warm_start_seconds, False
-        return functions.cold_start_seconds, True
+        return released is not None and at - released <= self.profile.functions.keep_alive_seconds
 
 
 class _Step:
@@ -248,15 +301,20 @@ class _Step:
 
     def run(self) -> StepOutcome:
         run, plan = self.run_, self.plan
-        switch = 0.0 if self.serverless else run.options.switch_seconds
+        shared = not self.serverless and any(actor.colocated for actor in plan.actors)
+        switch = run.options.switch_seconds if shared else 0.0
         prefilled, prefill_tokens = self._prefill(self.began + switch)
         starts, calls = self._start_actors(self.began + switch, prefilled)
         for actor, start in enumerate(starts):
             self.pool.start(actor, start)
             self.pool.add(actor, plan.actors[actor].responses)
-        decoded = decode_actors(
-            self.pool, plan.migration, self._transfer, run.profile.memory.kv_bytes_per_token
-        )
+        before = self.pool.generated.copy()
+        delivered = np.ones(len(self.batch), dtype=np.bool_)
+        if plan.deliver_prompts is None:
+            kv_bytes = run.profile.memory.kv_bytes_per_token
+            decoded = decode_actors(self.pool, plan.migration, self._transfer, kv_bytes)
+        else:
+            decoded, delivered = deliver_first(self.pool, plan.deliver_prompts)
         for actor, gpus in enumerate(self.allocation.actors):
             counts = self.pool.counts(actor)
             end = max(counts.clock, starts[actor])
@@ -264,18 +322,17 @@ class _Step:
             release = max(float(decoded.release[actor]), end)
             self._hold(f"decode.{actor}", "busy", gpus, starts[actor], end)
             self._hold(f"decode.{actor}", "wait", gpus, end, release)
-            if calls[actor] is not None:
-                self._release(calls[actor], gpus, release)
+            self._release(calls[actor], gpus, release)
         generated = max(end for name, (_, end) in self.times.items() if name.startswith("decode."))
-        ended = self._after_generation(generated)
-        return self._outcome(decoded.release, decoded.moves, generated, ended, prefill_tokens)
+        ended = self._after_generation(generated, decoded, delivered)
+        return self._outcome(decoded, delivered, before, generated, ended, prefill_tokens)
 
     def _prefill(self, now: float) -> tuple[float, int]:
-        """Prefill distinct prefixes on the learner's GPUs; return when they are there, and their tokens."""
+        """Prefill distinct prefixes; return when they are there, and their tokens."""
         if not self.deduplicated:
             return now, 0
         limit = self.plan.prefill.shared_prefix_tokens
-        gpus = self.allocation.learner
+        gpus = self.allocation.prefill
         seconds = self.tree.prefill_seconds(self.run_.profile, len(gpus), limit)
         self.times["prefill"] = (now, now + seconds)
         self._hold("prefill", "busy", gpus, now, now + seconds)
@@ -285,51 +342,56 @@ class _Step:
     def _start_actors(self, now: float, prefilled: float) -> tuple[list[float], list[_Invocation | None]]:
         """Invoke the actors and bring them weights and KV; return when each starts to decode."""
         run, plan = self.run_, self.plan
-        learner = self.allocation.learner
-        memory = run.profile.memory
         late = self._prewarm_error()
-        starts: list[float] = []
         calls: list[_Invocation | None] = []
-        # When each of the learner's links (within its nodes, between nodes) is free again.
-        weight_link: dict[Link, float] = defaultdict(lambda: now)
-        kv_link: dict[Link, float] = defaultdict(lambda: prefilled)
         for number, (actor, gpus) in enumerate(zip(plan.actors, self.allocation.actors, strict=True)):
-            link = run._link(learner, gpus)
             call = None
-            ready = now
             if self.serverless and not actor.colocated:
                 lead = max(actor.prewarm_seconds + late, 0.0) if plan.prewarm is not None else 0.0
                 call = self._invoke("decode", gpus, now, lead, name=f"decode.{number}")
-                ready = max(call.ready, now)
-            weights = ready
-            if not actor.colocated:
-                begin = ready
-                if run.options.weight_transfer == "in_turn":
-                    begin = max(begin, weight_link[link])
-                weights = begin + link.seconds(memory.weight_bytes)
-                weight_link[link] = weights
-                self.times[f"weight_sync.{number}"] = (begin, weights)
-            else:
-                self.times[f"weight_sync.{number}"] = (ready, ready)
-            start = weights
-            if self.deduplicated:
-                begin = max(weights, prefilled)
-                arrival = begin
-                sent = self._prefix_bytes(actor.responses)
-                if not actor.colocated and sent:
-                    if run.options.kv_transfer == "in_turn":
-                        begin = max(begin, kv_link[link])
-                    arrival = begin + link.seconds(sent)
-                    kv_link[link] = arrival
-                self.times[f"kv_transfer.{number}"] = (begin, arrival)
-                start = arrival
-            start = max(start, *(run._free[list(gpus)].tolist())) + run.options.generation_overhead_seconds
+            calls.append(call)
+        away = [not actor.colocated for actor in plan.actors]
+        ready = [now if call is None else max(call.ready, now) for call in calls]
+        sizes = [run.profile.memory.weight_bytes * moved for moved in away]
+        in_turn = run.options.weight_transfer == "in_turn"
+        there = self._deliver("weight_sync", self.allocation.learner, ready, sizes, in_turn)
+        if self.deduplicated:
+            ready = [max(weights, prefilled) for weights in there]
+            sizes = [
+                self._prefix_bytes(actor.responses) * moved
+                for actor, moved in zip(plan.actors, away, strict=True)
+            ]
+            in_turn = run.options.kv_transfer == "in_turn"
+            there = self._deliver("kv_transfer", self.allocation.prefill, ready, sizes, in_turn)
+        starts = []
+        for number, gpus in enumerate(self.allocation.actors):
+            given = max(there[number], float(run._free[list(gpus)].max()))
+            start = given + run.options.generation_overhead_seconds
+            call = calls[number]
             if call is not None:
                 self._hold(f"decode.{number}", "startup", gpus, call.invoked, call.ready)
-                self._hold(f"decode.{number}", "wait", gpus, call.ready, start)
+                given = call.ready
+            self._hold(f"decode.{number}", "wait", gpus, given, start)
             starts.append(start)
-            calls.append(call)
         return starts, calls
+
+    def _deliver(
+        self, stage: str, source: Gpus, asked: list[float], sizes: list[float], in_turn: bool
+    ) -> list[float]:
+        """Send so many bytes from ``source`` to each actor, asked for at these times; return their arrivals."""
+        run = self.run_
+        free = {True: -np.inf, False: -np.inf}
+        arrivals = list(asked)
+        for number in sorted(range(len(asked)), key=lambda number: asked[number]):
+            begin = asked[number]
+            if sizes[number]:
+                near = run._near(source, self.allocation.actors[number])
+                if in_turn:
+                    begin = max(begin, free[near])
+                arrivals[number] = begin + run._link(near).seconds(sizes[number])
+                free[near] = arrivals[number]
+            self.times[f"{stage}.{number}"] = (begin, arrivals[number])
+        return arrivals
 
     def _prewarm_error(self) -> float:
         """How much longer the learning stage before this step took than the plan expected."""
@@ -344,44 +406,77 @@ class _Step:
         return float(tokens) * self.run_.profile.memory.kv_bytes_per_token
 
     def _transfer(self, source: int, target: int, sent_bytes: float) -> float:
-        link = self.run_._link(self.allocation.actors[source], self.allocation.actors[target])
-        return link.seconds(sent_bytes)
+        actors = self.allocation.actors
+        return self.run_._link(self.run_._near(actors[source], actors[target])).seconds(sent_bytes)
 
-    def _after_generation(self, generated: float) -> float:
+    def _after_generation(self, generated: float, decoded: Decoded, delivered: BoolArray) -> float:
         """Run preparation and learning; return when the step ends."""
         run = self.run_
-        tokens = float(self.batch.prompt_tokens.sum() + self.batch.response_tokens.sum())
+        tokens = self.batch.prompt_tokens + self.batch.response_tokens
+        left = delivered.copy()
+        if self.plan.overlap_preparation and decoded.cut is not None:
+            complete = delivered & (self.pool.finish <= decoded.cut)
+            self._prepare_early(decoded.cut, decoded.freed, float(tokens[complete].sum()))
+            left &= ~complete
         for stage in run.stages:
-            cost = run.profile.stages[stage]
+            learning = stage in LEARNING_STAGES
             needs = [self.times[name][1] for name in self.graph.predecessors(stage)]
+            work = float(tokens[delivered if learning else left].sum())
             need = max([generated, *needs])
-            learner = self.allocation.learner
-            if cost.gpus == 0:
-                self.times[stage] = (need, need + cost.seconds(tokens))
-                continue
-            if stage == "update_actor" or self.plan.preparation == "learner":
-                gpus = learner
-            else:
-                gpus = self._least_busy(cost.gpus, need)
-            seconds = cost.seconds(tokens, len(gpus))
-            if self.serverless:
-                lead = run.profile.functions.cold_start_seconds if self.plan.prewarm is not None else 0.0
-                call = self._invoke(stage, gpus, need, lead, exact=True)
-                start = max(call.ready, need)
-                self._hold(stage, "startup", gpus, call.invoked, call.ready)
-                self._hold(stage, "wait", gpus, call.ready, start)
-                self._hold(stage, "busy", gpus, start, start + seconds)
-                self._release(call, gpus, start + seconds)
-            else:
-                start = max(need, float(run._free[list(gpus)].max()))
-                self._hold(stage, "busy", gpus, start, start + seconds)
-            self.times[stage] = (start, start + seconds)
+            self._run_stage(stage, self._gpus_of(stage, need), need, work)
         return max(end for _, end in self.times.values())
+
+    def _prepare_early(self, cut: float, freed: Sequence[int], tokens: float) -> None:
+        """Run the preparation of what is complete on the GPUs that the cut frees, stage after stage."""
+        gpus = tuple(sorted(g for actor in freed for g in self.allocation.actors[actor]))
+        self.times["cut"] = (cut, cut)
+        for stage in (stage for stage in self.run_.stages if stage in PREPARATION_STAGES):
+            name = f"{stage}.early"
+            self.graph.add_edge("cut", name)
+            self.graph.add_edges_from((name, after) for after in list(self.graph.successors(stage)))
+            on_gpus = self.run_.profile.stages[stage].gpus > 0
+            self._run_stage(stage, gpus if on_gpus else (), cut, tokens, name)
+
+    def _run_stage(self, stage: str, gpus: Gpus, need: float, tokens: float, name: str = "") -> None:
+        """Run a stage on the given GPUs (none: on the CPU) from ``need`` on, or as soon as they are free."""
+        run = self.run_
+        name = name or stage
+        seconds = run.profile.stages[stage].seconds(tokens, len(gpus))
+        start = need
+        if gpus and self.serverless:
+            lead = run.profile.functions.cold_start_seconds if self.plan.prewarm is not None else 0.0
+            call = self._invoke(stage, gpus, need, lead, exact=True)
+            start = max(call.ready, need)
+            self._hold(name, "startup", gpus, call.invoked, call.ready)
+            self._hold(name, "wait", gpus, call.ready, start)
+            self._release(call, gpus, start + seconds)
+        elif gpus:
+            start = max(need, float(run._free[list(gpus)].max()))
+        if gpus:
+            self._hold(name, "busy", gpus, start, start + seconds)
+        self.times[name] = (start, start + seconds)
+
+    def _gpus_of(self, stage: str, need: float) -> Gpus:
+        """Return the GPUs that a stage after generation runs on; none for the CPU."""
+        count = self.run_.profile.stages[stage].gpus
+        placement, learner = self.plan.preparation, self.allocation.learner
+        if count == 0:
+            return ()
+        if stage == "update_actor" or placement == "learner":
+            return learner
+        if placement == "actors":
+            if stage in LEARNING_STAGES:
+                return learner
+            return tuple(sorted(g for gpus in self.allocation.actors for g in gpus))
+        if placement == "own":
+            return self.run_.own_gpus(self.allocation.rest)[stage]
+        return self._least_busy(count, need)
 
     def _least_busy(self, count: int, need: float) -> Gpus:
         """Choose GPUs for a stage: those free in time first, the learner's last among them."""
         free = self.run_._free
-        startup = self.run_.profile.functions.warm_start_seconds
+        prewarmed = self.serverless and self.plan.prewarm is not None
+        startup = self.run_.profile.functions.warm_start_seconds if prewarmed else 0.0
         learner = np.isin(np.arange(len(free)), self.allocation.learner)
         late = np.maximum(free - (need - startup), 0.0)
         order = np.lexsort((np.arange(len(free)), learner, late))
@@ -395,16 +490,21 @@ class _Step:
         With ``exact``, a lead above the function's start-up is cut to it.
         """
         run = self.run_
+        functions = run.profile.functions
         free = float(run._free[list(gpus)].max())
-        startup, cold = run._startup(function, gpus, max(need, free))
-        if exact:
-            lead = min(lead, startup)
-        invoked = max(need - lead, free, 0.0)
+
+        def called(lead: float) -> float:
+            return max(need - lead, free, 0.0)
+
+        invoked = called(min(lead, functions.warm_start_seconds) if exact else lead)
+        if exact and not run._warm(function, gpus, invoked):
+            invoked = called(min(lead, functions.cold_start_seconds))
+        warm = run._warm(function, gpus, invoked)
         released = run._released.get((function, gpus))
-        if released is not None:
-            idle = min(invoked - released, run.profile.functions.keep_alive_seconds)
-            self.keep_alive += len(gpus) * max(idle, 0.0)
-        call = _Invocation(name or function, gpus, invoked, invoked + startup, cold)
+        if released is not None and (function, gpus) not in run._cooled:
+            self.keep_alive += len(gpus) * min(invoked - released, functions.keep_alive_seconds)
+        startup = functions.warm_start_seconds if warm else functions.cold_start_seconds
+        call = _Invocation(name or function, gpus, invoked, invoked + startup, not warm)
         self.invoked.append(call)
         return call
 
@@ -412,6 +512,16 @@ class _Step:
         if call is not None:
             function = call.function.split(".", 1)[0]
             self.run_._released[(function, gpus)] = at
+            self.run_._cooled.discard((function, gpus))
+
+    def _cool_down(self) -> None:
+        """Count the keep-alive of functions that were not called again before it ended."""
+        run = self.run_
+        keep = run.profile.functions.keep_alive_seconds
+        for key, released in run._released.items():
+            if key not in run._cooled and released + keep <= self.began:
+                run._cooled.add(key)
+                self.keep_alive += len(key[1]) * keep
 
     def _hold(
         self, function: str, kind: Literal["startup", "wait", "busy"], gpus: Gpus, start: float, end: float
@@ -423,17 +533,26 @@ class _Step:
 
     def _outcome(
         self,
-        release: FloatArray,
-        moves: tuple[Move, ...],
+        decoded: Decoded,
+        delivered: BoolArray,
+        before: IntArray,
         generated: float,
         ended: float,
         prefill_tokens: int,
     ) -> StepOutcome:
         run, plan, batch = self.run_, self.plan, self.batch
+        self._cool_down()
+        moves, release = decoded.moves, decoded.release
         counts = [self.pool.counts(actor) for actor in range(len(plan.actors))]
+        needed_tokens = self.tree.distinct_tokens()
+        if not delivered.all() and not self.deduplicated:
+            admitted = np.flatnonzero(self.pool.generated > before)
+            needed_tokens = PrefixTree.of(batch.select(admitted)).distinct_tokens()
         prefill_tokens += sum(c.prefill_tokens for c in counts)
         learning = [self.times[stage] for stage in run.stages if stage in LEARNING_STAGES]
-        learning_seconds = max(end for _, end in learning) - min(start for start, _ in learning)
+        learning_seconds = (
+            max(end for _, end in learning) - min(start for start, _ in learning) if learning else 0.0
+        )
         busy = sum(i.gpu_seconds for i in self.intervals if i.kind == "busy")
         startup = sum(i.gpu_seconds for i in self.intervals if i.kind == "startup")
         early = sum(
@@ -476,15 +595,23 @@ class _Step:
             keep_alive_gpu_seconds=self.keep_alive,
             by_function=dict(by_function),
             prefill_tokens=prefill_tokens,
-            redundant_prefill_tokens=prefill_tokens - self.tree.distinct_tokens(),
+            redundant_prefill_tokens=prefill_tokens - needed_tokens,
             migrations=sum(len(move.responses) for move in moves),
             migrated_kv_bytes=sum(move.kv_bytes for move in moves),
             preemptions=sum(c.preemptions for c in counts),
             cold_starts=sum(call.cold for call in self.invoked),
             actors=len(plan.actors),
-            responses=len(batch),
-            response_tokens=int(batch.response_tokens.sum()),
+            launched=len(batch),
+            responses=int(delivered.sum()),
+            response_tokens=int(batch.response_tokens[delivered].sum()),
+            carried_tokens=int(before.sum()),
+            stale_tokens=int(before[delivered].sum()),
+            left_tokens=int(self.pool.generated[~delivered].sum()),
+            delivered=delivered,
+            generated=self.pool.generated,
             decoded_tokens=sum(c.tokens for c in counts),
+            peak_running=max(c.peak_running for c in counts),
+            peak_kv_tokens=max(c.peak_kv_tokens for c in counts),
             finish=self.pool.finish - self.began,
             release=release - self.began,
             moves=moves,

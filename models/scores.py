@@ -31,8 +31,11 @@ STEP_COLUMNS = (
     "preemptions",
     "cold_starts",
     "actors",
+    "launched",
     "responses",
     "response_tokens",
+    "stale_tokens",
+    "left_tokens",
 )
 
 
@@ -97,21 +100,31 @@ class Comparison:
     """One policy against a baseline over the same seeds.
 
     ``speedup`` is the baseline's mean step seconds over the policy's, ``cost_reduction`` is 1 minus the
-    policy's billed GPU seconds over the baseline's, each per seed and then summarised.
+    policy's billed GPU seconds over the baseline's, each per seed and then summarised. Both are per delivered
+    response, which changes nothing unless a policy over-provisions (``delivered_only``): it trains on other
+    responses in other steps, and the numbers say nothing about what that does to the training.
     """
 
     policy: str
     baseline: str
     speedup: Interval95
     cost_reduction: Interval95
+    delivered_only: bool = False
 
 
 def compare(policy: Sequence[RunScores], baseline: Sequence[RunScores]) -> Comparison:
     """Compare runs of two policies, seed by seed."""
     pairs = list(zip(policy, baseline, strict=True))
+
+    def ratio(column: str) -> list[float]:
+        return [
+            (p.mean[column] / p.mean["responses"]) / (b.mean[column] / b.mean["responses"]) for p, b in pairs
+        ]
+
     return Comparison(
         policy=policy[0].policy,
         baseline=baseline[0].policy,
-        speedup=interval([b.mean["step_seconds"] / p.mean["step_seconds"] for p, b in pairs]),
-        cost_reduction=interval([1 - p.mean["gpu_seconds"] / b.mean["gpu_seconds"] for p, b in pairs]),
+        speedup=interval([1 / value for value in ratio("step_seconds")]),
+        cost_reduction=interval([1 - value for value in ratio("gpu_seconds")]),
+        delivered_only=any(run.mean["launched"] > run.mean["responses"] for run in (*policy, *baseline)),
     )

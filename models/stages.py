@@ -47,13 +47,13 @@ def stages_of(algorithm: str, profile: Profile) -> tuple[str, ...]:
     return tuple(stage for stage in known if stage in stages)
 
 
-def step_graph(actors: int, *, deduplicated: bool, stages: Sequence[str]) -> nx.DiGraph:
+def step_graph(actors: int, *, deduplicated: bool, stages: Sequence[str]) -> nx.DiGraph[str]:
     """Return the graph of one step: a node a stage, an edge where one needs the other's output.
 
     Weight sync, KV transfer and decode have a node for every actor, named ``decode.0`` and so on. Without
     deduplicated prefill the decode nodes hold the prefill.
     """
-    graph: nx.DiGraph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     decodes = [f"decode.{actor}" for actor in range(actors)]
     for actor, decode in enumerate(decodes):
         graph.add_edge(f"weight_sync.{actor}", decode)

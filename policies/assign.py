@@ -17,7 +17,7 @@ class Assignment(Protocol):
     """Splits a step's responses over a number of actors: rows of the batch, in admission order."""
 
     def __call__(self, view: StepView, predicted: FloatArray, actors: int) -> Groups:
-        """Return one array of rows per actor; none is empty as long as there are enough responses."""
+        """Return one array of rows per actor, none empty; fewer where there is too little to split."""
         ...
 
 
@@ -48,14 +48,18 @@ class Chunked:
 
 
 def even_blocks(view: StepView, order: IntArray, actors: int, unit: str) -> Groups:
-    """Cut ``order`` into ``actors`` blocks that hold equally many responses or prompts, within one."""
+    """Cut ``order`` into ``actors`` blocks that hold equally many responses or prompts, within one.
+
+    There are never more blocks than responses or prompts.
+    """
     if unit == "response":
-        return tuple(np.array_split(order, actors))
+        return tuple(np.array_split(order, min(actors, len(order))))
     group = view.tree.group[order]
     _, first = np.unique(group, return_index=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))
     by_prompt = order[np.argsort(rank[group], kind="stable")]
     counts = np.bincount(rank[group])
+    actors = min(actors, len(counts))
     ends = np.cumsum([counts[block].sum() for block in np.array_split(np.arange(len(counts)), actors)])
     return tuple(np.split(by_prompt, ends[:-1]))

@@ -45,6 +45,8 @@ class StepView:
         How long the learning stage of each earlier step took, in order.
     rng
         The only source of chance, seeded by run and step.
+    generated
+        Tokens that each response has already, from an earlier step that was cut short; None: none.
     true_tokens
         None, except for a policy that declares ``sees_true_lengths``.
 
@@ -66,6 +68,7 @@ class StepView:
     history: LengthHistory
     learning_seconds: Sequence[float]
     rng: np.random.Generator = field(repr=False)
+    generated: IntArray | None = None
     true_tokens: IntArray | None = None
 
     def __len__(self) -> int:

@@ -14,8 +14,24 @@ from rlhfless.models.replay import ReplayOptions
 from rlhfless.policies.base import Policy, StepView
 from rlhfless.policies.simulate import Setting, simulate
 from rlhfless.traces.errors import InputError
-from rlhfless.traces.synthetic import Synthetic, generate
+from rlhfless.traces.synthetic import LengthComponent, Synthetic, generate
 from rlhfless.traces.trace import Trace
+
+_WORKLOAD = Synthetic(
+    name="check",
+    prompts=16,
+    prompts_per_step=8,
+    responses_per_prompt=3,
+    epochs=2,
+    max_response_tokens=1024,
+    lengths=(LengthComponent(weight=1.0, median_tokens=200.0, log_sd=0.6),),
+    icc=0.6,
+    question_median_tokens=50.0,
+    question_log_sd=0.4,
+    max_prompt_tokens=512,
+    system_tokens=32,
+    block_tokens=16,
+)
 
 
 def check_policy(policy: object, trace: Trace | None = None, setting: Setting | None = None) -> None:
@@ -30,8 +46,8 @@ def check_policy(policy: object, trace: Trace | None = None, setting: Setting | 
     policy
         The policy, built.
     trace, setting
-        The workload and what it runs on; by default 3 responses to each of 16 prompts over two epochs, on two
-        nodes of eight H100.
+        The workload and what it runs on; by default 3 responses to each of 16 prompts over two epochs of two
+        steps, on two nodes of eight H100.
 
     Raises
     ------
@@ -45,7 +61,7 @@ def check_policy(policy: object, trace: Trace | None = None, setting: Setting | 
     if not isinstance(policy, Policy):
         raise InputError(f"policy {name}: it needs a method plan(view)")
     if trace is None:
-        trace = generate(Synthetic(prompts=16, prompts_per_step=8, responses_per_prompt=3, epochs=2), seed=0)
+        trace = generate(_WORKLOAD, seed=0)
     if setting is None:
         profile = computed_profile("H100", "Qwen2.5-7B", tensor_parallel=2)
         setting = Setting(
@@ -81,6 +97,8 @@ class _Watched:
                 raise
             except Exception as error:
                 text = " ".join(str(error).split())
+                if isinstance(error, ValueError) and "read-only" in text:
+                    raise InputError(f"{where}: plan writes into the view ({text})") from error
                 raise InputError(f"{where}: plan raised {type(error).__name__}: {text}") from error
             if not isinstance(plan, Plan):
                 raise InputError(f"{where}: plan returned {type(plan).__name__}, must return a Plan")

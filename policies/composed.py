@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
-from rlhfless.models.plan import ActorPlan, Learner, Migration, Plan, Platform, Predicted, Prefill
+from rlhfless.models.plan import (
+    ActorPlan,
+    Learner,
+    Migration,
+    Plan,
+    Platform,
+    Predicted,
+    Prefill,
+    Preparation,
+)
 from rlhfless.policies.assign import Assignment, Chunked, Groups
 from rlhfless.policies.base import StepView
-from rlhfless.policies.place import ByDistance, OnLearner, Placement
+from rlhfless.policies.migrate import Migrating
+from rlhfless.policies.place import ByDistance, Placement
 from rlhfless.policies.predict import Ewma, Predictor
 from rlhfless.policies.prefill import LocalPrefill, Prefilling
 from rlhfless.policies.prewarm import NoPrewarm, Prewarming
+from rlhfless.policies.sampling import AsRecorded, Sampling
 from rlhfless.policies.scale import FixedActors, Scaling, Work
 from rlhfless.traces.trace import IntArray
 
@@ -31,8 +41,11 @@ class Composed:
         held for the whole step.
     predict, assign, scale, prefill, migration, place, prewarm
         The parts.
-    preparation
-        Whether preparation runs on the learner's GPUs, or each stage on GPUs of its own.
+    preparation, overlap_preparation
+        Where the stages between generation and learning run, and whether they begin at a global cut
+        (:class:`~rlhfless.models.plan.Plan`).
+    sampling
+        Which prompts a step launches; all but the default change what a step trains on.
     sees_true_lengths
         The predictor gets the true lengths; only for oracles.
 
@@ -44,16 +57,20 @@ class Composed:
     assign: Assignment = field(default_factory=Chunked)
     scale: Scaling = field(default_factory=FixedActors)
     prefill: Prefilling = field(default_factory=LocalPrefill)
-    migration: Migration = field(default_factory=Migration)
+    migration: Migration | Migrating = field(default_factory=Migration)
     place: Placement = field(default_factory=ByDistance)
     prewarm: Prewarming = field(default_factory=NoPrewarm)
-    preparation: Literal["learner", "separate"] = "separate"
+    preparation: Preparation = "separate"
+    overlap_preparation: bool = False
+    sampling: Sampling = field(default_factory=AsRecorded)
     sees_true_lengths: bool = False
 
     def plan(self, view: StepView) -> Plan:
         """Return the plan of the step."""
         predicted = self.predict(view)
         tokens = np.maximum(np.rint(predicted), 1).astype(np.int64)
+        if view.generated is not None:
+            tokens = np.maximum(tokens, view.generated + 1)
         prefill = self.prefill(view)
         cached, prefill_seconds = _prefilled(view, prefill)
         work = Work(view, tokens, cached, prefill_seconds)
@@ -61,11 +78,14 @@ class Composed:
         def split(actors: int) -> Groups:
             return self.assign(view, predicted, actors)
 
-        most = view.most_actors
-        if isinstance(self.place, OnLearner):
-            most = view.learner_gpus // view.profile.actor.gpus
-        groups = self.scale(work, split, most)
+        groups = self.scale(work, split, self.place.most(view))
         load = work.exact_seconds(groups)
+        # Actors are numbered by falling load, so that number 0 is the one beside the learner.
+        falling = np.argsort(-load, kind="stable")
+        groups, load = tuple(groups[number] for number in falling), load[falling]
+        migration = self.migration
+        if not isinstance(migration, Migration):
+            migration = migration(view, tokens, groups)
         prewarm, lead = self.prewarm(view)
         gpus = view.profile.actor.gpus
         actors = tuple(
@@ -81,8 +101,9 @@ class Composed:
             actors=actors,
             learner=Learner(gpus=view.learner_gpus),
             prefill=prefill,
-            migration=self.migration,
+            migration=migration,
             preparation=self.preparation,
+            overlap_preparation=self.overlap_preparation,
             prewarm=prewarm,
             predicted=Predicted(generation_seconds=generation, gpu_seconds=billed),
             predicted_tokens=tokens,

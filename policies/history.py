@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import FloatArray, IntArray, Trace
 
 
@@ -19,7 +20,8 @@ class LengthHistory:
 
     """
 
-    def __init__(self, prompts: int, depth: int = 8) -> None:
+    def __init__(self, prompts: int, depth: int = 16) -> None:
+        self.depth = depth
         self._mean = np.full((depth, prompts), np.nan)
         self._max = np.full((depth, prompts), np.nan)
         self._tokens = 0
@@ -47,7 +49,15 @@ class LengthHistory:
         """Return the given prompts' last lengths, newest first, shape (appearances, len(prompt)); NaN if none.
 
         ``statistic`` is ``mean`` or ``max`` over the prompt's responses of one appearance.
+
+        Raises
+        ------
+        InputError
+            When more appearances are asked for than the history keeps.
+
         """
+        if appearances > self.depth:
+            raise InputError(f"the history keeps {self.depth} appearances of a prompt, not {appearances}")
         store = self._mean if statistic == "mean" else self._max
         return store[:appearances, prompt]
 

@@ -37,6 +37,12 @@ class Ewma:
     statistic: Literal["mean", "max"] = "mean"
     rescale_answers: bool = True
 
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise InputError(f"Ewma: window is {self.window}, must be at least 1")
+        if self.alpha is not None and not 0 < self.alpha <= 1:
+            raise InputError(f"Ewma: alpha is {self.alpha}, must be above 0 and at most 1")
+
     def __call__(self, view: StepView) -> FloatArray:
         """Return the predicted lengths."""
         recent = view.history.recent(view.prompt, self.window, self.statistic)
@@ -46,14 +52,15 @@ class Ewma:
         known = total > 0
         predicted = first_estimate(view, rescale=self.rescale_answers)
         predicted[known] = (weight * np.nan_to_num(recent)).sum(axis=0)[known] / total[known]
-        return np.clip(predicted, 1.0, view.max_response_tokens)
+        clipped: FloatArray = np.clip(predicted, 1.0, view.max_response_tokens)
+        return clipped
 
 
 def first_estimate(view: StepView, *, rescale: bool) -> FloatArray:
     """Return a length for prompts without history: the answer's, else the run's mean, else the cap."""
     if view.answer_tokens is not None:
         factor = view.history.tokens_per_answer_token if rescale else None
-        return view.answer_tokens * (factor or 1.0)
+        return view.answer_tokens.astype(np.float64) * (factor or 1.0)
     return np.full(len(view), view.history.mean_tokens or float(view.max_response_tokens))
 
 

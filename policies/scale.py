@@ -72,6 +72,10 @@ class FixedActors:
 
     actors: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.actors is not None and self.actors < 1:
+            raise InputError(f"FixedActors: actors is {self.actors}, must be at least 1")
+
     def __call__(self, work: Work, split: Split, most: int) -> Groups:
         """Return the split over the fixed number."""
         if most < 1:
@@ -85,7 +89,8 @@ class MinMaxScore:
 
     RLHFless, sec. 4.4: time is the slowest actor's, cost the GPU seconds of all, and the default weight
     (lambda) 0.7. The scaling to 0..1 makes the choice depend on the range of counts; counts that break the
-    locality condition are left out before it. Ties go to the smaller count.
+    locality condition are left out before it, and where all break it, the smallest is taken. Ties go to the
+    smaller count.
 
     Parameters
     ----------
@@ -97,7 +102,10 @@ class MinMaxScore:
     least, most
         Range of counts; null ``most`` is what the GPUs allow.
     locality
-        Which condition keeps transfers hidden (sec. 4.5): ``none``, ``printed``, or ``exact``.
+        Which condition keeps transfers hidden (sec. 4.5), with actors placed by falling load from the
+        learner outwards, the first of them on its GPUs: ``none``; ``printed``, model transfer + KV transfer +
+        decode of every other actor <= prefill + decode of the first; or ``exact``, in which the KV transfer
+        cannot begin before the prefill has ended, and one link sends it to the actors in turn.
 
     """
 
@@ -106,6 +114,12 @@ class MinMaxScore:
     least: int = 1
     most: int | None = None
     locality: Literal["none", "printed", "exact"] = "none"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight <= 1:
+            raise InputError(f"MinMaxScore: weight is {self.weight}, must be 0 to 1")
+        if self.least < 1:
+            raise InputError(f"MinMaxScore: least is {self.least}, must be at least 1")
 
     def __call__(self, work: Work, split: Split, most: int) -> Groups:
         """Return the split with the best score."""
@@ -128,22 +142,25 @@ class MinMaxScore:
         return splits[allowed[int(np.argmin(score))]]
 
     def _hidden(self, work: Work, groups: Groups, decode: FloatArray) -> bool:
-        """Tell whether every later actor's transfers end before the first actor does."""
+        """Tell whether every other actor ends no later than the one beside the learner."""
         view = work.view
         memory, links = view.profile.memory, view.profile.links
         per_node = view.cluster.gpus_per_node // view.profile.actor.gpus
-        limit = work.prefill_seconds + decode[0]
-        kv_free = work.prefill_seconds
-        for number, group in enumerate(groups[1:], start=1):
-            link = links.within_node if number < per_node else links.between_nodes
+        near = per_node * -(-view.learner_gpus // view.cluster.gpus_per_node)
+        first, *others = np.argsort(-decode, kind="stable").tolist()
+        limit = work.prefill_seconds + decode[first]
+        free = {True: 0.0, False: 0.0}
+        for rank, number in enumerate(others, start=1):
+            link = links.within_node if rank < near else links.between_nodes
             model = link.seconds(memory.weight_bytes)
-            tokens = _distinct_cached(view.tree, group, work.cached_tokens)
+            tokens = _distinct_cached(view.tree, groups[number], work.cached_tokens)
             kv = link.seconds(tokens * memory.kv_bytes_per_token) if tokens else 0.0
             if self.locality == "printed":
                 end = model + kv + decode[number]
             else:
-                kv_free = max(kv_free, model) + kv
-                end = kv_free + decode[number]
+                start = max(free[rank < near], model, work.prefill_seconds) + kv
+                free[rank < near] = start
+                end = start + decode[number]
             if end > limit:
                 return False
         return True

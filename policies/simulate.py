@@ -17,6 +17,7 @@ from rlhfless.models.replay import Replay, ReplayOptions, StepOutcome
 from rlhfless.models.stages import stages_of
 from rlhfless.policies.base import Policy, StepView
 from rlhfless.policies.history import LengthHistory
+from rlhfless.policies.sampling import AsRecorded, Sampling
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import IntArray, Trace
 
@@ -57,8 +58,11 @@ def view_of(
     learning_seconds: tuple[float, ...] = (),
     seed: int = 0,
 ) -> StepView:
-    """Return what a policy sees of a step's batch: nothing of its response lengths."""
+    """Return what a policy sees of a step's batch: nothing of its response lengths, and nothing to write to."""
     step = int(batch.step[0])
+    for array in (batch.prompt, batch.sample, batch.prompt_tokens, batch.answer_tokens):
+        if array is not None:
+            array.setflags(write=False)
     return StepView(
         step=step,
         epoch=int(batch.epoch[0]),
@@ -84,8 +88,9 @@ def simulate(
 ) -> Iterator[SimulatedStep]:
     """Replay a trace under a policy, step by step, and yield each step.
 
-    The policy sees earlier steps' true lengths only (an oracle sees the step's own). Every outcome passes the
-    conservation checks.
+    The policy sees earlier steps' true lengths only (an oracle sees the step's own). Where the trace states
+    no cap on a response, the policy is told what fits an actor beside the longest prompt. Every outcome passes
+    the conservation checks.
 
     Raises
     ------
@@ -97,24 +102,44 @@ def simulate(
     replay = Replay(setting.profile, setting.cluster, stages, setting.options)
     history = LengthHistory(len(trace.prompt_ids))
     learning: list[float] = []
-    cap = trace.max_response_tokens or int(trace.response_tokens.max())
+    room = setting.profile.actor.kv_capacity_tokens - int(trace.prompt_tokens.max())
+    cap = trace.max_response_tokens or max(room, 1)
     oracle = bool(getattr(policy, "sees_true_lengths", False))
     if oracle and "oracle" not in policy.name:
         raise InputError(f"policy {policy.name} asks for the true lengths: its name must say oracle")
-    for batch in trace.batches():
-        step = int(batch.step[0])
-        view = view_of(
-            batch, setting, history, max_response_tokens=cap, learning_seconds=tuple(learning), seed=seed
+    sampler = sampling_of(policy).start(trace)
+    position = 0
+    while (launch := sampler.launch()) is not None:
+        batch = trace.select(launch.rows)
+        step = int(trace.steps[min(position, len(trace.steps) - 1)]) + max(position - len(trace.steps) + 1, 0)
+        batch = replace(batch, step=np.full(len(batch), step, dtype=np.int64))
+        position += 1
+        view = replace(
+            view_of(
+                batch, setting, history, max_response_tokens=cap, learning_seconds=tuple(learning), seed=seed
+            ),
+            generated=launch.generated,
+            true_tokens=batch.response_tokens.copy() if oracle else None,
         )
-        if oracle:
-            view = replace(view, true_tokens=batch.response_tokens.copy())
         started = time.perf_counter()
         plan = policy.plan(view)
         planning_seconds = time.perf_counter() - started
+        where = f"step {step}, policy {policy.name}"
+        if not isinstance(plan, Plan):
+            raise InputError(f"{where}: plan returned {type(plan).__name__}, must return a Plan")
+        plan = replace(plan, deliver_prompts=launch.prompts)
         if bound is not None and plan.predicted is not None and len(plan.predicted_tokens):
             lower = bound(view, plan.predicted_tokens)
             plan = replace(plan, predicted=plan.predicted.model_copy(update={"lower_bound": lower}))
-        outcome = check(replay.step(plan, batch, f"step {step}, policy {policy.name}", view.tree))
-        history.record(batch)
+        outcome = replay.step(plan, batch, where, view.tree, launch.generated)
+        check(outcome, setting.profile)
+        history.record(batch if outcome.delivered.all() else batch.select(np.flatnonzero(outcome.delivered)))
         learning.append(outcome.learning_seconds)
+        sampler.settle(launch, outcome.delivered, outcome.generated)
         yield SimulatedStep(batch, plan, outcome, planning_seconds)
+
+
+def sampling_of(policy: Policy) -> Sampling:
+    """Return which prompts a policy's steps launch: its attribute ``sampling``, or the trace's own steps."""
+    sampling: Sampling = getattr(policy, "sampling", None) or AsRecorded()
+    return sampling
