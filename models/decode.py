@@ -497,6 +497,10 @@ def _block_ends(bounds, order, prompt, length, group, cached, costs):  # type: i
     held = np.zeros(group.max() + 1 if n else 0, dtype=np.int64)
     for block in range(len(bounds) - 1):
         queue = order[bounds[block] : bounds[block + 1]].copy()
+        # Blocks may overlap: planning asks for many splits of one batch.
+        for r in queue:
+            generated[r] = 0
+            own[r] = cached[r]
         ints = np.zeros(_INTEGERS, dtype=np.int64)
         ints[_TAIL] = len(queue)
         floats = np.zeros(_FLOATS)

@@ -306,8 +306,13 @@ class _Step:
         prefilled, prefill_tokens = self._prefill(self.began + switch)
         starts, calls = self._start_actors(self.began + switch, prefilled)
         for actor, start in enumerate(starts):
+            rows = plan.actors[actor].responses
+            # Of a prompt that an earlier step cut short, some responses may be complete already.
+            complete = self.pool.generated[rows] >= self.batch.response_tokens[rows]
+            self.pool.finish[rows[complete]] = self.began
+            self.pool.owner[rows[complete]] = actor
             self.pool.start(actor, start)
-            self.pool.add(actor, plan.actors[actor].responses)
+            self.pool.add(actor, rows[~complete])
         before = self.pool.generated.copy()
         delivered = np.ones(len(self.batch), dtype=np.bool_)
         if plan.deliver_prompts is None:
@@ -545,8 +550,8 @@ class _Step:
         moves, release = decoded.moves, decoded.release
         counts = [self.pool.counts(actor) for actor in range(len(plan.actors))]
         needed_tokens = self.tree.distinct_tokens()
-        if not delivered.all() and not self.deduplicated:
-            admitted = np.flatnonzero(self.pool.generated > before)
+        admitted = np.flatnonzero(self.pool.generated > before)
+        if len(admitted) < len(batch) and not self.deduplicated:
             needed_tokens = PrefixTree.of(batch.select(admitted)).distinct_tokens()
         prefill_tokens += sum(c.prefill_tokens for c in counts)
         learning = [self.times[stage] for stage in run.stages if stage in LEARNING_STAGES]

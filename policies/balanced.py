@@ -116,7 +116,7 @@ def loads(
     if workload == "verl":
         tokens = view.prompt_tokens[rows] + load
         load = 24576 * tokens + tokens**2
-    return item, np.bincount(item, weights=load)
+    return item, np.bincount(item, weights=load).astype(np.float64)
 
 
 def by_owner(rows: IntArray, owner: IntArray) -> Groups:

@@ -162,7 +162,7 @@ class GroupWorkers:
         )
 
     def _options(self, order: IntArray, number: int, actors: int) -> list[list[IntArray]]:
-        """Return, for each group and count of actors from 1 on, the rows of the actor that ends last."""
+        """Return, for each group and number of actors from 1 on, the rows of the actor that ends last."""
         return [
             [group[::count] for count in range(1, min(actors - number + 1, len(group)) + 1)]
             for group in np.array_split(order, number)
@@ -174,10 +174,10 @@ class GroupWorkers:
         target = np.ones(number) if self.shape == "even" else np.arange(number, 0, -1) / number
         # More actors never hurt: a group may leave one idle.
         relative = np.minimum.accumulate(table, axis=1) / target[:, None]
-        values = np.unique(relative[np.isfinite(relative)])
+        values = np.unique(relative)
 
         def fewest(limit: float) -> IntArray:
-            return (relative > limit).sum(axis=1) + 1
+            return np.count_nonzero(relative > limit, axis=1).astype(np.int64) + 1
 
         low, high = 0, len(values) - 1
         while low < high:

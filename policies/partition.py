@@ -32,7 +32,7 @@ def list_schedule(loads: FloatArray, parts: int) -> IntArray:
     return np.asarray(_greedy(loads.astype(np.float64), np.arange(len(loads)), parts))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _greedy(loads, order, parts):  # type: ignore[no-untyped-def]  # pragma: no cover
     owner = np.empty(len(loads), dtype=np.int64)
     heap = [(0.0, np.int64(0), np.int64(part)) for part in range(parts)]
@@ -65,7 +65,7 @@ def multifit(loads: FloatArray, parts: int, iterations: int = 7) -> IntArray:
     return _without_empty(owner, parts)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _first_fit(loads, order, parts, capacity, owner):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Pack each item into the first bin with room for it; a tree holds the most room below each node."""
     leaves = 1
@@ -122,7 +122,7 @@ def karmarkar_karp(loads: FloatArray, parts: int, *, equal_size: bool = False) -
     return np.asarray(_difference(values, ascending, parts, equal_size))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _difference(loads, ascending, parts, equal_size):  # type: ignore[no-untyped-def]  # pragma: no cover
     n = len(loads)
     owner = np.zeros(n, dtype=np.int64)
@@ -293,7 +293,7 @@ def contiguous(
     return best[0]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _cut(size_cost, longest, edges, parts, cap, largest):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Return the places of the cuts, as positions in ``edges``, and the objective's value."""
     places = len(edges)

@@ -27,6 +27,11 @@ class PolicyRuns:
         """Return a score's mean and interval over seeds."""
         return interval([scores.mean[column] for scores in self.scores])
 
+    @property
+    def delivers_all(self) -> bool:
+        """Whether every response that was launched is trained on in its own step."""
+        return all(scores.mean["launched"] == scores.mean["responses"] for scores in self.scores)
+
     def function_means(self) -> dict[str, float]:
         """Return the billed GPU seconds a step by function, averaged over seeds."""
         names = sorted({name for scores in self.scores for name in scores.by_function})

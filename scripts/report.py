@@ -52,6 +52,8 @@ def print_comparison(console: Console, result: ComparisonResult) -> None:
     console.print(_table(score_rows(result)))
     if result.comparisons:
         console.print(_table(against_rows(result)))
+    for line in delivery_lines(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def score_rows(result: ComparisonResult) -> list[dict[str, str]]:
@@ -61,7 +63,7 @@ def score_rows(result: ComparisonResult) -> list[dict[str, str]]:
     for run in result.runs:
         cost = run.summary("gpu_seconds")
         row = {
-            "policy": run.name,
+            "policy": run.name if run.delivers_all else f"{run.name} *",
             "actors": f"{run.summary('actors').mean:.1f}",
             "step s": _text(run.summary("step_seconds")),
             "generation s": _text(run.summary("generation_seconds")),
@@ -79,12 +81,29 @@ def against_rows(result: ComparisonResult) -> list[dict[str, str]]:
     """Return each policy against each baseline as rows of text."""
     return [
         {
-            "policy": c.policy,
+            "policy": f"{c.policy} *" if c.delivered_only else c.policy,
             "against": c.baseline,
             "speed-up": _text(c.speedup, "x"),
             "cost reduction": _percent(c.cost_reduction),
         }
         for c in result.comparisons
+    ]
+
+
+def delivery_lines(result: ComparisonResult) -> list[str]:
+    """Explain the mark of policies that change which responses a step trains on."""
+    marked = [run for run in result.runs if not run.delivers_all]
+    if not marked:
+        return []
+    said = "; ".join(
+        f"{run.name} delivers {run.summary('responses').mean:.0f} of {run.summary('launched').mean:.0f} launched "
+        f"responses a step, {run.summary('stale_tokens').mean / run.summary('response_tokens').mean:.0%} of their "
+        f"tokens from earlier steps"
+        for run in marked
+    )
+    return [
+        f"* trains on other responses in other steps than the trace, which no time or cost here judges: {said}. "
+        f"Speed-up and cost are per delivered response."
     ]
 
 
@@ -302,6 +321,7 @@ def _report(result: ComparisonResult) -> str:
     parts += [*markdown(score_rows(result)), ""]
     if result.comparisons:
         parts += ["## Against the baselines", "", *markdown(against_rows(result)), ""]
+    parts += [*delivery_lines(result), ""]
     workload = result.workload
     if workload.calibration is not None and workload.log is not None:
         told = [*calibration_lines(workload.calibration, workload.log), *replayed_lines(result)]

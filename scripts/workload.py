@@ -20,6 +20,7 @@ from rlhfless.models.cluster import Cluster
 from rlhfless.models.profile import Profile
 from rlhfless.models.replay import ReplayOptions
 from rlhfless.policies import Policy, Setting
+from rlhfless.scripts.common import advance, progress
 from rlhfless.traces.errors import InputError, first_problem
 from rlhfless.traces.files import StageTimes, read_trace
 from rlhfless.traces.reconstruct import reconstruct
@@ -219,7 +220,11 @@ def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: i
         responses=batch * per_prompt,
         max_running=int(options["max_running"]),
     )
-    traces = tuple(rebuilt_traces(path, options, range(seeds), log))
+    traces = []
+    with progress(seeds, f"rebuilding the lengths of {log.name}") as bar:
+        for trace in rebuilt_traces(path, options, range(seeds), log):
+            traces.append(trace)
+            advance(bar)
     calibration = calibrate(
         log,
         shape,
@@ -227,7 +232,7 @@ def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: i
         least_iteration_seconds=base.decode.base_seconds[0],
         prefill_token_seconds=base.prefill.token_seconds * base.prefill.gpus / actor_gpus,
     )
-    return CalibratedLog(log, shape, traces, calibration)
+    return CalibratedLog(log, shape, tuple(traces), calibration)
 
 
 def _log_workload(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -148,6 +149,7 @@ def setting(
     )
 
 
+@cache
 def shipped_policies() -> dict[str, Policy]:
     """Return the policies of ``conf/policy``, as the command line builds them."""
     folder = files("rlhfless.conf").joinpath("policy")

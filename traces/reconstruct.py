@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import brentq
@@ -162,8 +163,9 @@ def reconstruct(
     return trace.checked(where)
 
 
+@lru_cache(maxsize=2048)  # the same for every seed of a log, and the quantiles are dear
 def length_set(figures: LengthFigures, family: Family, where: str) -> IntArray:
-    """Return the ascending lengths that meet ``figures``, shaped as the family; shape (count,).
+    """Return the ascending lengths that meet ``figures``, shaped as the family; shape (count,), read-only.
 
     Raises
     ------
@@ -175,7 +177,7 @@ def length_set(figures: LengthFigures, family: Family, where: str) -> IntArray:
     if low == top:
         if figures.exact_top and at_top != n:
             raise InputError(f"{where}: {at_top} of {n} lengths at the cap, but min and max are both {top}")
-        return np.full(n, top, dtype=np.int64)
+        return _frozen(np.full(n, top, dtype=np.int64))
     free = n - at_top - 1
     if free < 0:
         raise InputError(f"{where}: {at_top} of {n} lengths at max {top} leave none for min {low}")
@@ -195,7 +197,12 @@ def length_set(figures: LengthFigures, family: Family, where: str) -> IntArray:
         place = np.clip((quantiles - low) / span, 1e-9, 1 - 1e-9)
         lengths[1 : free + 1] = _whole(low + span * _bend(place, (rest - low * free) / span), rest)
     lengths.sort()
-    return lengths
+    return _frozen(lengths)
+
+
+def _frozen(values: IntArray) -> IntArray:
+    values.setflags(write=False)
+    return values
 
 
 def _check_options(
