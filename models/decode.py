@@ -378,13 +378,15 @@ class DecodePool:
     def add(self, actor: int, responses: IntArray, ready: float = 0.0) -> None:
         """Append responses to an actor's queue, in admission order; they can be admitted from ``ready`` on."""
         state = self._actors[actor]
-        head, tail, stacked = state.ints[_HEAD], state.ints[_TAIL], state.ints[_STACKED]
-        # The head part stays: preempted responses return to it.
-        state.queue = np.concatenate((state.queue[:tail], np.asarray(responses, dtype=np.int64)))
-        room = stacked + len(state.queue) - head
-        if room > len(state.stack):
-            state.stack = np.concatenate((state.stack[:stacked], np.zeros(room - stacked, dtype=np.int64)))
-        state.ints[_TAIL] = len(state.queue)
+        responses = np.asarray(responses, dtype=np.int64)
+        stack = state.stack[: state.ints[_STACKED]]
+        active = stack[self._status[stack] == _ACTIVE]
+        waiting = np.concatenate((state.queue[state.ints[_HEAD] : state.ints[_TAIL]], responses))
+        # In front of the queue is room for the running ones, which may be preempted.
+        state.queue = np.concatenate((np.zeros_like(active), waiting))
+        state.stack = np.concatenate((active, np.zeros_like(waiting)))
+        state.ints[_HEAD], state.ints[_TAIL] = len(active), len(state.queue)
+        state.ints[_STACKED] = len(active)
         self.ready[responses] = ready
         self.owner[responses] = actor
         self._status[responses] = _WAITING
