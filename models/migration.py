@@ -37,7 +37,7 @@ def decode_actors(
 
 
 @njit(cache=True)
-def _first_cut(owner, assigned, needed, slots, cuttable, wait, since, times):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _first_cut(owner, assigned, needed, slots, cuttable, wait, partial, since, times):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Return the last completion of the first instant from ``since`` on at which an actor is cut, and the actor.
 
     ``owner`` is each completion's actor in time order. An actor may be cut from its ``needed``-th completion
@@ -65,7 +65,8 @@ def _first_cut(owner, assigned, needed, slots, cuttable, wait, since, times):  #
         for i in range(n):
             if cuttable[i] and done[i] >= needed[i] and left[i] > 0:
                 own = max(slots[i] - left[i], 0)
-                if left[i] <= free - own and (best < 0 or left[i] < left[best]):
+                room = free - own
+                if (left[i] <= room or (partial and room > 0)) and (best < 0 or left[i] < left[best]):
                     best = i
         if best >= 0:
             return event, best
@@ -101,7 +102,7 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
         counted = assigned if rule.count_moved else original
         needed = np.maximum(np.ceil(rule.threshold * counted - 1e-9).astype(np.int64), 1)
         event, source = _first_cut(
-            owner, assigned, needed, slots, cuttable, rule.wait_for_slots, since, times
+            owner, assigned, needed, slots, cuttable, rule.wait_for_slots, rule.partial, since, times
         )
         if event < 0:
             break
@@ -109,15 +110,21 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
         left = assigned - np.bincount(owner[: event + 1], minlength=n)
         open_slots = np.where(left > 0, np.maximum(slots - left, 0), 0)
         open_slots[source] = 0
-        cuttable[source] = False
+        whole = left[source] <= open_slots.sum()
+        if whole:
+            cuttable[source] = False
         # It takes nothing in any more, even while it finishes the iteration under way.
         slots[source] = 0
         # Not before now: it may have been idle, waiting for KV that is under way.
         sent = max(pool.run(source, until=now), now)
-        active, waiting = pool.remove(source)
+        active, waiting = pool.remove(
+            source, None if whole else _most_advanced(pool, source, int(open_slots.sum()))
+        )
         moved = np.concatenate((active, waiting))
         if not len(moved):
-            # What was left ended in the iteration under way.
+            # What was left ended in the iteration under way, and the actor with it.
+            cuttable[source] = False
+            slots[source] = 0
             release[source] = sent
             finish[pool.owner == source] = pool.finish[pool.owner == source]
             continue
@@ -129,15 +136,22 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
             assigned[move.target] += len(move.responses)
         moves += sending
         assigned[source] -= len(moved)
-        release[source] = sending[-1].ready
         ahead = pool.copy()
-        for target in np.unique(chosen):
-            release[target] = ahead.run(int(target))
-            own = pool.owner == target
+        changed = set(chosen.tolist()) | (set() if whole else {source})
+        for actor in changed:
+            release[actor] = ahead.run(actor)
+            own = pool.owner == actor
             finish[own] = ahead.finish[own]
+        release[source] = max(sending[-1].ready, 0.0 if whole else release[source])
     for actor in range(n):
         pool.run(actor)
     return Decoded(release, tuple(moves))
+
+
+def _most_advanced(pool: DecodePool, source: int, count: int) -> IntArray:
+    """Return up to ``count`` unfinished responses of an actor, those that have generated most."""
+    own = np.flatnonzero((pool.owner == source) & ~np.isfinite(pool.finish))
+    return own[np.argsort(-pool.generated[own], kind="stable")[:count]]
 
 
 def _targets(

@@ -25,7 +25,7 @@ Preparation = Literal["learner", "actors", "separate", "own"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Prefill(_Part):
@@ -72,6 +72,8 @@ class Migration(_Part):
 
     Further fields say what the paper leaves open:
 
+    ``partial``: where the open slots do not hold all of an actor's unfinished responses, the most advanced take
+    what there is; the actor goes on with the rest, takes nothing in any more, and is cut again as slots open.
     ``wait_for_slots``: without enough open slots the cut waits for them, else it is dropped for good.
     ``kv``: moved responses bring their KV over the link, or the target prefills prompt and tokens again.
     ``slots``: an actor has as many slots as it was assigned responses (at most ``max_running``), or
@@ -83,6 +85,7 @@ class Migration(_Part):
 
     rule: Literal["none", "local", "global", "dispatch"] = "none"
     threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
+    partial: bool = False
     wait_for_slots: bool = True
     kv: Literal["transfer", "recompute"] = "transfer"
     slots: Literal["assigned", "engine"] = "assigned"

@@ -42,6 +42,7 @@ class Billing:
     startup: bool = True
     prewarmed_waiting: bool = True
     keep_alive: bool = False
+    learner_waiting: bool = False
 
 
 @dataclass(frozen=True)
@@ -536,6 +537,14 @@ class _Step:
         index = list(gpus)
         self.run_._free[index] = np.maximum(self.run_._free[index], end)
 
+    def _unheld(self, gpus: Gpus, ended: float) -> float:
+        """Return the GPU seconds of the step in which no function holds the given GPUs."""
+        held = sum(
+            len(set(i.gpus) & set(gpus)) * max(min(i.end, ended) - max(i.start, self.began), 0.0)
+            for i in self.intervals
+        )
+        return max(len(gpus) * (ended - self.began) - held, 0.0)
+
     def _outcome(
         self,
         decoded: Decoded,
@@ -579,6 +588,8 @@ class _Step:
             by_function[interval.function.split(".", 1)[0]] += billed
         if self.serverless and billing.keep_alive:
             by_function["keep_alive"] += self.keep_alive
+        if self.serverless and billing.learner_waiting:
+            by_function["learner_waiting"] += self._unheld(self.allocation.learner, ended)
         if not self.serverless:
             held = set(self.allocation.learner).union(*self.allocation.actors)
             held.update(gpu for i in self.intervals for gpu in i.gpus)

@@ -90,7 +90,8 @@ class MinMaxScore:
     RLHFless, sec. 4.4: time is the slowest actor's, cost the GPU seconds of all, and the default weight
     (lambda) 0.7. The scaling to 0..1 makes the choice depend on the range of counts; counts that break the
     locality condition are left out before it, and where all break it, the smallest is taken. Ties go to the
-    smaller count.
+    smaller count. Where the learner's GPUs are billed while they wait, they count in the cost until the slowest
+    actor ends.
 
     Parameters
     ----------
@@ -138,6 +139,8 @@ class MinMaxScore:
         ] or [0]
         slowest = np.array([times[i].max() for i in allowed])
         cost = np.array([times[i].sum() for i in allowed]) * work.view.profile.actor.gpus
+        if work.view.options.billing.learner_waiting:
+            cost = cost + slowest * work.view.learner_gpus
         score = self.weight * _scaled(slowest) + (1 - self.weight) * _scaled(cost)
         return splits[allowed[int(np.argmin(score))]]
 

@@ -9,6 +9,7 @@ VERBS = {
     "compare": "replay a workload under several policies and print what each costs and how long it takes",
     "replay": "replay a workload under one policy and write its steps, plans and timeline",
     "plan": "plan one batch and print the plan; nothing is replayed",
+    "reproduce": "print the numbers of the RLHFless paper, ours beside them, and plot its figures",
     "import": "turn a log, a rollout dump or a length table into a trace file",
     "calibrate": "fit a cost profile to a training log and state its error",
 }

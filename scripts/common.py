@@ -55,6 +55,9 @@ def hydra_verb(config: str, task: Callable[[DictConfig], None], arguments: Seque
     # Hydra then raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     app = hydra.main(version_base="1.3", config_path="pkg://rlhfless.conf", config_name=config)(task)
+    # A class of the user's own is found in the folder in which the command runs.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     program = sys.argv
     sys.argv = [program[0], *arguments]
     try:
@@ -70,8 +73,8 @@ def output_folder(config: DictConfig) -> Path | None:
     return None if config.out is None else Path(config.out)
 
 
-def write_files(folder: Path, contents: Mapping[str, str]) -> None:
-    """Write text files into a folder; each appears whole or not at all.
+def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
+    """Write files into a folder, text as UTF-8; each appears whole or not at all.
 
     Raises
     ------
@@ -82,8 +85,8 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as draft:
-            for name, text in contents.items():
-                Path(draft, name).write_text(text, encoding="utf-8")
+            for name, content in contents.items():
+                Path(draft, name).write_bytes(content.encode() if isinstance(content, str) else content)
             for name in contents:
                 os.replace(Path(draft, name), folder / name)
     except OSError as error:

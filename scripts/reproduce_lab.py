@@ -11,7 +11,6 @@ import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from rlhfless.models.replay import StepOutcome
 from rlhfless.models.scores import Comparison, Interval95, RunScores, compare, interval, step_record
 from rlhfless.policies import Policy, simulate
 from rlhfless.scripts.reproduce_verdicts import less
@@ -46,8 +45,7 @@ class Cell:
 class Runs:
     """One policy on one cell, a run a seed.
 
-    ``steps`` holds each run's columns (those of ``models.scores.STEP_COLUMNS``, and ``learner_waiting``, the
-    GPU seconds in which nothing had called the learner's GPUs), one value a step; ``release`` the
+    ``steps`` holds each run's columns (those of ``models.scores.STEP_COLUMNS``), one value a step; ``release`` the
     instant at which each actor was released, a row of actors a step; ``planning`` measured wall times.
     """
 
@@ -80,8 +78,18 @@ class Runs:
 
 def shares(left: Runs, right: Runs, column: str) -> Interval95:
     """Return the share of steps in which the left runs' column is below the right ones'."""
-    return interval(
-        [less(a[column], b[column]).mean() for a, b in zip(left.steps, right.steps, strict=True)]
+    return interval([less(a[column], b[column]).mean() for a, b in zip(left.steps, right.steps, strict=True)])
+
+
+def where_time_goes(ours: Runs, base: Runs) -> str:
+    """Say how generation and the rest of a step change from a baseline to ours."""
+    generation = [float(runs.each("generation_seconds").mean()) for runs in (base, ours)]
+    rest = [
+        float(runs.each("step_seconds").mean()) - g for runs, g in zip((base, ours), generation, strict=True)
+    ]
+    return (
+        f"Generation goes from {generation[0]:.1f} to {generation[1]:.1f} s, preparation and training from {rest[0]:.1f} to "
+        f"{rest[1]:.1f} s a step."
     )
 
 
@@ -145,10 +153,7 @@ class Lab:
                 outcomes.append(step.outcome)
                 planning.append(step.planning_seconds)
             scores.append(RunScores.of(outcomes))
-            rows = [
-                step_record(o) | {"learner_waiting": learner_waiting(o, workload.setting.learner_gpus)}
-                for o in outcomes
-            ]
+            rows = [step_record(outcome) for outcome in outcomes]
             steps.append({name: np.array([row[name] for row in rows]) for name in rows[0]})
             release.append(tuple(outcome.release for outcome in outcomes))
         return Runs(tuple(scores), tuple(steps), tuple(release), np.array(planning))
@@ -196,20 +201,7 @@ def _override(config: DictConfig, changes: tuple[str, ...], where: str) -> None:
         OmegaConf.update(config, key, yaml.safe_load(value), merge=False)
 
 
-def learner_waiting(outcome: StepOutcome, learner_gpus: int) -> float:
-    """Return the GPU seconds of a step in which no function had called the learner's GPUs (the first ones).
-
-    A platform that keeps the learner's GPUs all step bills them as well.
-    """
-    end = outcome.began + outcome.step_seconds
-    called = sum(
-        sum(gpu < learner_gpus for gpu in i.gpus) * max(min(i.end, end) - max(i.start, outcome.began), 0.0)
-        for i in outcome.intervals
-    )
-    return learner_gpus * outcome.step_seconds - called
-
-
-#: The physical testbed of RLHFless (arXiv 2602.22718, sec. 6.1), and the simulated cluster (sec. 6.6).
+#: The physical testbed of RLHFless (arXiv 2602.22718, sec. 6.1), and the actors of its models there.
 TESTBED = "l40s_2x8"
 MODELS = {"3B": "l40s_qwen2.5-3b_tp2", "7B": "l40s_qwen2.5-7b_tp4"}
 
@@ -220,15 +212,18 @@ LOCAL_PREFILL = "prefill={_target_: rlhfless.policies.LocalPrefill}"
 ONE_PREFILL = "prefill={_target_: rlhfless.policies.DeduplicatedPrefill}"
 NO_MIGRATION = "migration={_target_: rlhfless.policies.Migration, rule: none}"
 
+#: What scaling and engine are by default: an actor runs at most 256 responses at once.
+PAPER_ESTIMATE = "paper's estimate, 256 slots an actor"
+
 #: No queue for slots: an actor takes all its responses at once.
 NO_WAVES = "profile.actor.max_running=4096"
 
 
 def gsm8k(algorithm: str, model: str = "3B") -> Cell:
-    """Return the GSM8K-like workload of an algorithm on the testbed."""
-    return Cell(f"gsm8k_{algorithm}", MODELS[model], TESTBED)
+    """Return the GSM8K-like workload of an algorithm on the testbed: 1,024 prompts a step, 3 steps an epoch."""
+    return Cell(f"gsm8k_{algorithm}", MODELS[model], TESTBED, ("trace.prompts=3072",))
 
 
-def scaled(estimate: str) -> str:
-    """Return the override that scales by the min-max score with the paper's weight."""
-    return f"scale={{_target_: rlhfless.policies.MinMaxScore, weight: 0.7, estimate: {estimate}}}"
+def scaled(estimate: str, weight: float = 0.7) -> str:
+    """Return the override that scales by the min-max score; the default weight is the paper's."""
+    return f"scale={{_target_: rlhfless.policies.MinMaxScore, weight: {weight}, estimate: {estimate}}}"

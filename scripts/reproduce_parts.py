@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -10,8 +11,18 @@ from rlhfless.models.profile import Profile
 from rlhfless.models.scores import Interval95, interval
 from rlhfless.policies import Composed
 from rlhfless.policies.assign import Groups
-from rlhfless.policies.scale import Scaling, Split, Work
-from rlhfless.scripts.reproduce_lab import NO_WAVES, ONE_PREFILL, Cell, Lab, Runs, changed_policy, gsm8k, scaled
+from rlhfless.policies.scale import MinMaxScore, Split, Work
+from rlhfless.scripts.reproduce_lab import (
+    NO_WAVES,
+    ONE_PREFILL,
+    PAPER_ESTIMATE,
+    Cell,
+    Lab,
+    Runs,
+    changed_policy,
+    gsm8k,
+    scaled,
+)
 from rlhfless.scripts.reproduce_verdicts import (
     TIE,
     Figure,
@@ -52,24 +63,33 @@ def redundant_share(lab: Lab) -> Row:
         """Return the redundant share of the step's and of generation's GPU time."""
         runs = lab.runs(cell, "rlhfless_naive")
         redundant = redundant_seconds(lab.workload(cell).setting.profile, runs)
-        return interval(redundant / runs.each("gpu_seconds")), interval(redundant / runs.function("decode")), runs
+        return (
+            interval(redundant / runs.each("gpu_seconds")),
+            interval(redundant / runs.function("decode")),
+            runs,
+        )
 
     four = base.but("trace.responses_per_prompt=4")
     whole, generation, runs = share(four.but(NO_CACHE))
-    prompt = float(lab.workload(four).traces[0].prompt_tokens.mean())
+
+    def prompt_tokens(cell: Cell) -> float:
+        return float(lab.workload(cell).traces[0].prompt_tokens.mean())
+
+    prompt = prompt_tokens(four)
     response = float(lab.workload(four).traces[0].response_tokens.mean())
     cached, _, cached_runs = share(four)
-    left = float((cached_runs.each("redundant_prefill_tokens") / runs.each("redundant_prefill_tokens")).mean())
+    left = float(
+        (cached_runs.each("redundant_prefill_tokens") / runs.each("redundant_prefill_tokens")).mean()
+    )
     panel: list[Point] = []
     for responses in (1, 2, 4, 8):
         for series, change_ in (("no prefix cache", (NO_CACHE,)), ("prefix cache", ())):
             value, *_ = share(base.but(f"trace.responses_per_prompt={responses}", *change_))
             panel.append(Point(series, responses, value))
     longer: list[tuple[float, Interval95]] = []
-    for shots in (0, 200, 400, 800):
-        cell = four.but(NO_CACHE, f"trace.shot_tokens={shots}")
-        # The shots are the same in every prompt, but redundant here is what n responses repeat and what prompts share.
-        longer.append((prompt + shots, share(cell)[0]))
+    for question in (56, 200, 400, 800):
+        cell = four.but(NO_CACHE, f"trace.question_median_tokens={question}")
+        longer.append((prompt_tokens(cell), share(cell)[0]))
     means = [value.mean for _, value in longer]
     needed = (
         f"{np.interp(0.22, means, [tokens for tokens, _ in longer]):.0f} tokens would give 22 %"
@@ -77,8 +97,8 @@ def redundant_share(lab: Lab) -> Row:
         else f"even {longer[-1][0]:.0f} tokens give {means[-1]:.0%}"
     )
     reason = (
-        f"Prompts have {prompt:.0f} tokens and responses {response:.0f}; a prompt token costs one GPU pass, a response token an "
-        f"iteration. Longer prompts: {needed}."
+        f"Prompts have {prompt:.0f} tokens and responses {response:.0f}; prefill computes thousands of tokens at once, decoding "
+        f"one a response. With longer prompts: {needed}."
     )
     return Row(
         3,
@@ -105,7 +125,7 @@ def redundant_share(lab: Lab) -> Row:
             ),
             Figure(
                 "3c_prompts",
-                "Redundant KV computation, 4 responses a prompt",
+                "Redundant KV, 4 responses a prompt",
                 "tokens a prompt",
                 {"share of all GPU time": tuple(Point("no prefix cache", x, y) for x, y in longer)},
             ),
@@ -164,11 +184,7 @@ def deduplicated_prefill(lab: Lab) -> Row:
         "66 % less prefill with three responses a prompt",
         "GSM8K, GRPO, 3B, three actors",
         tuple(findings),
-        (
-            Figure(
-                "13b", "Prefill tokens a step", "", {"tokens": tuple(panel)}, kind="bar"
-            ),
-        ),
+        (Figure("13b", "Prefill tokens a step", "", {"tokens": tuple(panel)}, kind="bar"),),
     )
 
 
@@ -177,14 +193,20 @@ def stable_lengths(lab: Lab) -> Row:
     changes = []
     for trace in lab.workload(gsm8k("ppo")).traces:
         per_epoch = [
-            dict(zip(trace.prompt[trace.epoch == e].tolist(), trace.response_tokens[trace.epoch == e].tolist(), strict=True))
+            dict(
+                zip(
+                    trace.prompt[trace.epoch == e].tolist(),
+                    trace.response_tokens[trace.epoch == e].tolist(),
+                    strict=True,
+                )
+            )
             for e in np.unique(trace.epoch)
         ]
         changes.append(
             np.concatenate(
                 [
                     [abs(later[prompt] - earlier[prompt]) for prompt in later.keys() & earlier.keys()]
-                    for earlier, later in zip(per_epoch, per_epoch[1:], strict=False)
+                    for earlier, later in pairwise(per_epoch)
                 ]
             )
         )
@@ -199,8 +221,7 @@ def stable_lengths(lab: Lab) -> Row:
                 as_percent(share),
                 share,
                 point(paper, share),
-                "A check, no finding: the preset's spread within a prompt was set to meet these two shares; that one number "
-                "meets both is what the lognormal shape gives.",
+                "A check and no finding: the spread of a prompt's lengths in the preset was set to meet these two shares.",
             )
         )
     steps = (10, 25, 50, 75, 100, 150, 200, 300)
@@ -212,7 +233,7 @@ def stable_lengths(lab: Lab) -> Row:
         "70 % of prompts change by at most 50 tokens an epoch, 90 % by at most 100",
         "GSM8K, PPO, 3B, at most 2048 tokens",
         tuple(findings),
-        (Figure("4", "Change of a prompt's length", "tokens", {"share of prompts": tuple(curve)}),),
+        (Figure("row5", "Change of a prompt's length", "tokens", {"share of prompts": tuple(curve)}),),
     )
 
 
@@ -220,78 +241,118 @@ def stable_lengths(lab: Lab) -> Row:
 class Probe:
     """A scaling rule that also records what every count would cost by its estimate."""
 
-    inner: Scaling
-    estimate: str
+    inner: MinMaxScore
     costs: list[FloatArray] = field(default_factory=list)
 
     def __call__(self, work: Work, split: Split, most: int) -> Groups:
         """Return the inner rule's choice."""
-        seconds = work.paper_seconds if self.estimate == "paper" else work.exact_seconds
-        self.costs.append(np.array([seconds(split(n)).sum() for n in range(1, most + 1)]))
+        estimate = work.paper_seconds if self.inner.estimate == "paper" else work.exact_seconds
+        seconds = [estimate(split(actors)) for actors in range(1, most + 1)]
+        view = work.view
+        learner = view.learner_gpus if view.options.billing.learner_waiting else 0
+        self.costs.append(np.array([s.sum() * view.profile.actor.gpus + s.max() * learner for s in seconds]))
         return self.inner(work, split, most)
 
 
-def estimated_costs(lab: Lab, cell: Cell, estimate: str) -> FloatArray:
-    """Return the estimated GPU time of every count, summed over the steps, shape (counts, seeds)."""
-    policy = changed_policy("rlhfless_naive", scaled(estimate))
-    assert isinstance(policy, Composed)
-    probe = Probe(policy.scale, estimate)
-    lab.replay(cell, replace(policy, scale=probe))
+def estimated_costs(lab: Lab, cell: Cell, policy: str, *changes: str) -> FloatArray:
+    """Return what a policy's min-max score takes every count to cost, a step's mean, shape (counts, seeds)."""
+    made = changed_policy(policy, *changes)
+    assert isinstance(made, Composed)
+    assert isinstance(made.scale, MinMaxScore)
+    probe = Probe(made.scale)
+    lab.replay(cell, replace(made, scale=probe))
     per_seed = np.array(probe.costs).reshape(lab.seeds, -1, len(probe.costs[0]))
-    totals: FloatArray = per_seed.sum(axis=1).T
-    return totals
+    means: FloatArray = per_seed.mean(axis=1).T
+    return means
 
 
+#: Functions without any mechanism, and without prewarming, whose billed waiting would blur what counts cost.
+BASE = "serverless_fixed"
 COUNTS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Choices under which actor scaling is judged.
-
-    ``learner_held``: the learner's GPUs are billed while they wait, on top of the bill.
-    """
+    """Choices under which actor scaling is judged."""
 
     name: str
     estimate: str
+    why: str
     changes: tuple[str, ...] = ()
-    learner_held: bool = False
+    weight: float = 0.7
 
-    def billed(self, steps: dict[str, FloatArray]) -> FloatArray:
-        """Return the bill of each step."""
-        waiting = steps["learner_waiting"] if self.learner_held else 0.0
-        bill: FloatArray = steps["gpu_seconds"] + waiting
-        return bill
+    @property
+    def scaling(self) -> str:
+        """The override that scales under this model."""
+        return scaled(self.estimate, self.weight)
 
+
+LEARNER_BILLED = "options.billing.learner_waiting=true"
 
 COST_MODELS = (
-    CostModel("exact estimate, no waves", "exact", (NO_WAVES,)),
-    CostModel("paper's estimate, no waves", "paper", (NO_WAVES,)),
-    CostModel("paper's estimate, 256 slots an actor", "paper"),
     CostModel(
-        "exact estimate, KV waves (100,000 tokens an actor)", "exact", (NO_WAVES, "profile.actor.kv_capacity_tokens=100000")
+        "exact estimate, no waves",
+        "exact",
+        "Every further actor adds weight reads to the bill and takes nothing off it.",
+        (NO_WAVES,),
     ),
-    CostModel("exact estimate, no waves, the learner's waiting billed", "exact", (NO_WAVES,), learner_held=True),
-)  # fmt: skip
+    CostModel(
+        "paper's estimate, no waves",
+        "paper",
+        "The estimate keeps a batch at its initial size and so sees savings that the replay does not.",
+        (NO_WAVES,),
+    ),
+    CostModel(
+        PAPER_ESTIMATE,
+        "paper",
+        "Few actors have responses queue for slots; more of them shorten the queue, at less extra cost than without waves.",
+    ),
+    CostModel(
+        "exact estimate, KV waves (25,000 tokens an actor)",
+        "exact",
+        "Few actors have responses queue for KV and lose it to preemption; more of them shorten the queue.",
+        (NO_WAVES, "profile.actor.kv_capacity_tokens=25000"),
+    ),
+    CostModel(
+        "exact estimate, no waves, the learner's waiting billed",
+        "exact",
+        "A shorter generation spares the learner's idle GPUs, but the score weighs time so much that it goes past the cheapest count.",
+        (NO_WAVES, LEARNER_BILLED),
+    ),
+    CostModel(
+        "exact estimate, no waves, the learner's waiting billed, lambda 0.1",
+        "exact",
+        "A shorter generation spares the learner's idle GPUs, and the score stays near the cheapest count.",
+        (NO_WAVES, LEARNER_BILLED),
+        0.1,
+    ),
+)
 
 
 def actor_scaling(lab: Lab) -> Row:
     """Row 8: scaling alone against a fixed count, and where sweet spots come from (fig. 13a)."""
     findings: list[Finding] = []
-    panels: dict[str, list[Point]] = {"seconds a step": [], "GPU seconds a step": [], "estimated GPU s over the least": []}
+    panels: dict[str, list[Point]] = {
+        "seconds a step": [],
+        "GPU seconds a step": [],
+        "estimated GPU s over the least": [],
+    }
     for model in COST_MODELS:
         cell = gsm8k("grpo").but(*model.changes)
-        fixed = lab.runs(cell, "rlhfless_naive")
-        ours = lab.runs(cell, "rlhfless_naive", scaled(model.estimate))
+        fixed = lab.runs(cell, BASE)
+        ours = lab.runs(cell, BASE, model.scaling)
         better = interval(
             [
-                float(np.mean((less(o["step_seconds"], f["step_seconds"]) == 1) & (less(model.billed(f), model.billed(o)) < 1)))
+                float(
+                    np.mean(
+                        (less(o["step_seconds"], f["step_seconds"]) == 1)
+                        & (less(f["gpu_seconds"], o["gpu_seconds"]) < 1)
+                    )
+                )
                 for o, f in zip(ours.steps, fixed.steps, strict=True)
             ]
         )
-        bill = change(
-            np.array([model.billed(s).mean() for s in ours.steps]), np.array([model.billed(s).mean() for s in fixed.steps])
-        )
+        bill = change(ours.each("gpu_seconds"), fixed.each("gpu_seconds"))
         time = change(ours.each("step_seconds"), fixed.each("step_seconds"))
         findings.append(
             Finding(
@@ -301,19 +362,19 @@ def actor_scaling(lab: Lab) -> Row:
                 f"{as_percent(better)}; time {as_change(time)}, cost {as_change(bill)}",
                 better,
                 statement(better),
-                f"It runs {ours.each('actors').mean():.1f} actors. " + WHY[model.name],
+                f"It runs {ours.each('actors').mean():.1f} actors. {model.why}",
             )
         )
         findings.append(_sweet_spot(lab, cell, model, panels))
     return Row(
         8,
         "scaling alone: faster than a fixed count at no more cost in most steps",
-        "GSM8K, GRPO, 3B, 3 responses a prompt; naive RLHFless with its three actors, or the min-max score (lambda 0.7)",
+        "GSM8K, GRPO, 3B, 3 responses a prompt; bare functions with three actors, or as many as the min-max score says (lambda 0.7)",
         tuple(findings),
         (
             Figure(
                 "13a",
-                "Fixed counts under five cost models",
+                "Fixed counts under six cost models",
                 "actors",
                 {k: tuple(v) for k, v in panels.items()},
             ),
@@ -321,20 +382,11 @@ def actor_scaling(lab: Lab) -> Row:
     )
 
 
-WHY = {
-    "exact estimate, no waves": "Without waves and idle bills each further actor only adds its own weight reads to the bill.",
-    "paper's estimate, no waves": "The estimate holds a batch at its initial size, so it sees savings that the replay does not.",
-    "paper's estimate, 256 slots an actor": "With three actors responses queue for slots; more actors shorten the queue, which costs little.",
-    "exact estimate, KV waves (100,000 tokens an actor)": "With few actors responses queue for KV; more actors shorten the queue, which costs little.",
-    "exact estimate, no waves, the learner's waiting billed": "A shorter generation spares the learner's idle GPUs.",
-}
-
-
 def _sweet_spot(lab: Lab, cell: Cell, model: CostModel, panels: dict[str, list[Point]]) -> Finding:
     """Judge whether the cost falls at first as actors are added: replayed, and by the rule's own estimate."""
-    runs = {n: lab.runs(cell, "rlhfless_naive", f"scale.actors={n}") for n in COUNTS}
-    cost = np.array([[model.billed(s).mean() for s in runs[n].steps] for n in COUNTS])
-    estimated = estimated_costs(lab, cell, model.estimate)
+    runs = {n: lab.runs(cell, BASE, f"scale.actors={n}") for n in COUNTS}
+    cost = np.array([runs[n].each("gpu_seconds") for n in COUNTS])
+    estimated = estimated_costs(lab, cell, BASE, model.scaling)
     for n, values in zip(COUNTS, cost, strict=True):
         panels["seconds a step"].append(Point(model.name, n, runs[n].mean("step_seconds")))
         panels["GPU seconds a step"].append(Point(model.name, n, interval(values)))
@@ -343,6 +395,7 @@ def _sweet_spot(lab: Lab, cell: Cell, model: CostModel, panels: dict[str, list[P
     falls = interval((cost[1:].min(axis=0) < (1 - TIE) * cost[0]).astype(float))
     cheapest = interval(np.array(COUNTS, dtype=float)[np.argmin(cost, axis=0)])
     by_estimate = interval(np.argmin(estimated, axis=0) + 1.0)
+    growth = float((runs[COUNTS[-1]].function("decode") / runs[COUNTS[0]].function("decode")).mean())
     return Finding(
         "a sweet spot: some count above 1 costs less than 1",
         model.name,
@@ -350,5 +403,6 @@ def _sweet_spot(lab: Lab, cell: Cell, model: CostModel, panels: dict[str, list[P
         f"in {as_percent(falls)} of the seeds",
         falls,
         statement(falls),
-        f"Replayed cost is least with {as_number(cheapest)} actors, the rule's own estimate with {as_number(by_estimate)}.",
+        f"The bill is least with {as_number(cheapest)} actors, the rule's own estimate with {as_number(by_estimate)}; decoding on "
+        f"{COUNTS[-1]} actors costs {growth:.1f} times that on {COUNTS[0]}.",
     )

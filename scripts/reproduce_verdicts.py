@@ -139,15 +139,28 @@ def less(left: FloatArray, right: FloatArray) -> FloatArray:
     return np.where(np.abs(difference) <= scale, 0.5, (difference > 0).astype(np.float64))
 
 
-def rising(values: Sequence[FloatArray]) -> Interval95:
-    """Return the share of pairs of a sweep whose later value is larger: sweep points, each with one value a seed."""
+@dataclass(frozen=True)
+class Order:
+    """How far a sweep keeps an order: the share of pairs that do, one half for a tie, and the share that tie."""
+
+    share: Interval95
+    ties: float
+
+    def __str__(self) -> str:
+        tied = "" if not self.ties else " (all tie)" if self.ties == 1 else f" ({self.ties:.0%} tie)"
+        return f"in {as_percent(self.share)} of the pairs{tied}"
+
+
+def rising(values: Sequence[FloatArray]) -> Order:
+    """Compare all pairs of a sweep, earlier below later: sweep points, each with one value a seed."""
     table = np.asarray(values)
     i, j = np.triu_indices(len(table), 1)
-    return interval(less(table[i], table[j]).mean(axis=0))
+    pairs = less(table[i], table[j])
+    return Order(interval(pairs.mean(axis=0)), float(np.mean(pairs == 0.5)))
 
 
-def falling(values: Sequence[FloatArray]) -> Interval95:
-    """Return the share of pairs of a sweep whose later value is smaller."""
+def falling(values: Sequence[FloatArray]) -> Order:
+    """Compare all pairs of a sweep, earlier above later."""
     return rising(values[::-1])
 
 
@@ -167,11 +180,6 @@ def shifted(value: Interval95, by: float) -> Interval95:
     return Interval95(value.mean + by, value.low + by, value.high + by)
 
 
-def negative(value: Interval95) -> Interval95:
-    """Return the interval with its sign turned."""
-    return Interval95(-value.mean, -value.high, -value.low)
-
-
 def as_times(value: Interval95) -> str:
     """Return a ratio as text."""
     return _text(value, lambda v: f"{v:.2f}x")
@@ -185,7 +193,12 @@ def as_percent(value: Interval95) -> str:
 
 def as_change(value: Interval95) -> str:
     """Return a relative change as text, with its sign."""
-    return _text(value, lambda v: f"{v:+.1%}")
+    return _text(value, signed)
+
+
+def signed(change: float) -> str:
+    """Return a relative change as text; what rounds to nothing has no sign."""
+    return f"{change:+.1%}" if abs(change) >= 5e-4 else "0.0%"
 
 
 def as_number(value: Interval95, unit: str = "", digits: int = 1) -> str:

@@ -229,6 +229,7 @@ def migrations(draw: st.DrawFn) -> Migration:
     return Migration(
         rule=draw(st.sampled_from(["none", "local", "local"])),
         threshold=draw(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9, 1.0])),
+        partial=draw(st.booleans()),
         wait_for_slots=draw(st.booleans()),
         kv=draw(st.sampled_from(["transfer", "recompute"])),
         slots=draw(st.sampled_from(["assigned", "engine"])),

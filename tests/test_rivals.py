@@ -6,15 +6,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from factories import batch, profile, setting, shipped_policies, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfless.models.decode import decode_one
+from rlhfless.models.profile import Profile
 from rlhfless.policies import (
     Anywhere,
     Composed,
@@ -31,11 +34,13 @@ from rlhfless.policies import (
     StepView,
     TailSplit,
     TopK,
+    simulate,
 )
 from rlhfless.policies.assign import Assignment, Groups
 from rlhfless.policies.check import check_policy
 from rlhfless.policies.partition import two_actors
 from rlhfless.traces.errors import InputError
+from rlhfless.traces.synthetic import Synthetic, generate
 
 FAST = settings(max_examples=40, deadline=None)
 
@@ -385,3 +390,19 @@ def test_a_rivals_assignment_works_under_rlhfless_scaling() -> None:
         policy = Composed(name=name, assign=part("response"), scale=MinMaxScore(most=6))
         plan = policy.plan(step(lengths, samples=2))
         assert 1 <= len(plan.actors) <= 6
+
+
+PRESETS = ["gsm8k_ppo", "gsm8k_grpo", "dapo_math", "deepcoder_16k", "long_reasoning"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_shipped_policies_run_on_a_small_copy_of_every_preset(preset: str) -> None:
+    folder = files("rlhfless.conf")
+    values = yaml.safe_load(folder.joinpath("trace", f"{preset}.yaml").read_text(encoding="utf-8"))
+    small = {"prompts": 12, "prompts_per_step": 6, "epochs": 2}
+    trace = generate(Synthetic.parse(values | small, preset), seed=0)
+    text = folder.joinpath("profile", "l40s_qwen2.5-3b_tp2.yaml").read_text(encoding="utf-8")
+    where = setting(Profile.parse(yaml.safe_load(text), "profile"), learner_gpus=6)
+    for policy in shipped_policies().values():
+        trained = sum(run.outcome.responses for run in simulate(trace, policy, where))
+        assert trained == len(trace), policy.name
