@@ -238,11 +238,16 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
             running -= 1
             finished += 1
 
+    # Only running responses stay on the stack: one that is done may come back, here or on another actor.
+    kept = 0
     for position in range(stacked):
         r = stack[position]
         if status[r] == _ACTIVE:
             held[group[r]] = 0
             generated[r] = length[r] - (finish_iteration[r] - iteration)
+            stack[kept] = r
+            kept += 1
+    stacked = kept
     ints[_HEAD], ints[_TAIL], ints[_STACKED], ints[_RUNNING] = head, tail, stacked, running
     ints[_ITERATION], ints[_RESIDENT], ints[_HELD_TOKENS] = iteration, resident, held_tokens
     ints[_FINISHED], floats[_CLOCK] = finished, clock
@@ -379,8 +384,7 @@ class DecodePool:
         """Append responses to an actor's queue, in admission order; they can be admitted from ``ready`` on."""
         state = self._actors[actor]
         responses = np.asarray(responses, dtype=np.int64)
-        stack = state.stack[: state.ints[_STACKED]]
-        active = stack[self._status[stack] == _ACTIVE]
+        active = state.stack[: state.ints[_STACKED]]
         waiting = np.concatenate((state.queue[state.ints[_HEAD] : state.ints[_TAIL]], responses))
         # In front of the queue is room for the running ones, which may be preempted.
         state.queue = np.concatenate((np.zeros_like(active), waiting))
@@ -427,7 +431,7 @@ class DecodePool:
         state = self._actors[actor]
         stack = state.stack[: state.ints[_STACKED]]
         queue = state.queue[state.ints[_HEAD] : state.ints[_TAIL]]
-        active = stack[self._status[stack] == _ACTIVE]
+        active = stack.copy()
         if responses is not None:
             active = active[np.isin(active, responses)]
             waiting = queue[np.isin(queue, responses)]
@@ -441,8 +445,7 @@ class DecodePool:
             left = stack[np.isin(stack, active, invert=True)]
             state.stack[: len(left)] = left
             state.ints[_STACKED] = len(left)
-            running = left[self._status[left] == _ACTIVE]
-            state.ints[_HELD_TOKENS] = self._counted_tokens(running)
+            state.ints[_HELD_TOKENS] = self._counted_tokens(left)
         kept = queue[np.isin(queue, waiting, invert=True)]
         tail = int(state.ints[_TAIL])
         state.queue[tail - len(kept) : tail] = kept

@@ -479,13 +479,17 @@ class _Step:
         return self._least_busy(count, need)
 
     def _least_busy(self, count: int, need: float) -> Gpus:
-        """Choose GPUs for a stage: those free in time first, the learner's last among them."""
+        """Choose GPUs for a stage: those free when it is needed, the learner's last among them.
+
+        Of equals, those that are free in time to prewarm the stage come first.
+        """
         free = self.run_._free
         prewarmed = self.serverless and self.plan.prewarm is not None
         startup = self.run_.profile.functions.warm_start_seconds if prewarmed else 0.0
-        learner = np.isin(np.arange(len(free)), self.allocation.learner)
-        late = np.maximum(free - (need - startup), 0.0)
-        order = np.lexsort((np.arange(len(free)), learner, late))
+        number = np.arange(len(free))
+        learner = np.isin(number, self.allocation.learner)
+        late = np.maximum(free - need, 0.0)
+        order = np.lexsort((number, np.maximum(free - (need - startup), 0.0), learner, late))
         return tuple(sorted(order[:count].tolist()))
 
     def _invoke(

@@ -4,8 +4,8 @@
     rlhfless reproduce row=11      # one of them, or several: row=[7,11]
     rlhfless reproduce figure=15b  # the row that the figure belongs to, swept and plotted; or figure=all
 
-Writes reproduction.md and .csv (a line a number), runs.csv (every run behind them), figure_<name>.csv (the points
-of the figures) and timings.json (measured planning times, which cannot repeat). Plots need matplotlib:
+Writes reproduction.md and .csv (a line a number), runs.csv (every run behind them), figure_<name>.csv (the
+points of the figures) and timings.json (measured planning times, which cannot repeat). Plots need matplotlib:
 pip install 'rlhfless[plot]'. docs/reproduction.md says how verdicts are found.
 """
 

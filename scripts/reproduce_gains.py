@@ -22,12 +22,12 @@ from rlhfless.scripts.reproduce_verdicts import (
     Row,
     as_percent,
     as_times,
+    claim,
+    effect,
     falling,
     less,
-    point,
     shifted,
     signed,
-    statement,
 )
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import FloatArray
@@ -71,13 +71,15 @@ def maxima(lab: Lab) -> Row:
     for baseline in BASELINES:
         pairs: dict[tuple[str, str, str], tuple[Runs, Runs]] = {}
         for key, cell in cells.items():
+            ours = lab.runs(cell, "rlhfless")
             try:
                 base = lab.runs(cell, baseline)
             except InputError:
+                # Its parts do not fit the GPUs beside each other.
                 continue
-            # The paper's static base line has three actors; where they do not fit beside the learner it is another one.
+            # With less room than for three actors it is not the paper's static base line.
             if base.each("actors").min() == 3:
-                pairs[key] = (lab.runs(cell, "rlhfless"), base)
+                pairs[key] = (ours, base)
         findings += _best(baseline, pairs, len(cells))
         if baseline == "rlhfless_naive":
             for (data, model, algorithm), (ours, base) in pairs.items():
@@ -88,8 +90,9 @@ def maxima(lab: Lab) -> Row:
     return Row(
         1,
         "up to 1.35x faster and 44.8 % cheaper",
-        "2 x 8 L40S, Qwen2.5 3B (2 GPUs an actor) and 7B (4), PPO and GRPO (3 responses), 512 prompts a step; GSM8K, and in "
-        "place of GPQA and LiveCodeBench the lengths of dapo_math and deepcoder_16k cut at 2048 tokens",
+        "2 x 8 L40S, Qwen2.5 3B (2 GPUs an actor) and 7B (4), PPO and GRPO (3 responses), 512 prompts a "
+        "step; GSM8K, and in place of GPQA and LiveCodeBench the lengths of dapo_math and deepcoder_16k cut "
+        "at 2048 tokens",
         tuple(findings),
         (
             Figure(
@@ -116,24 +119,24 @@ def _best(baseline: str, pairs: dict[tuple[str, str, str], tuple[Runs, Runs]], c
     bill = base_low.each("gpu_seconds")
     decode, held = (float((base_low.function(name) / bill).mean()) for name in ("decode", "held"))
     return [
-        Finding(
+        effect(
             f"largest speed-up over {baseline}",
             PAPER_ESTIMATE,
-            f"1.35x{told}",
+            (f"1.35x{told}", 0.35),
             f"{as_times(speedup)} in {' '.join(fastest)}",
             speedup,
-            point(0.35, shifted(speedup, -1)),
+            shifted(speedup, -1),
             f"{where_time_goes(ours, base)}{left}",
         ),
-        Finding(
+        effect(
             f"largest cost reduction against {baseline}",
             PAPER_ESTIMATE,
-            f"44.8 %{told}",
+            (f"44.8 %{told}", 0.448),
             f"{as_percent(reduction)} in {' '.join(cheapest)}",
             reduction,
-            point(0.448, reduction),
-            f"Of that cell's baseline bill decoding is {decode:.0%} and held GPUs without work {held:.0%}, the most that can be saved; "
-            f"RLHFless runs {ours_low.each('actors').mean():.1f} actors.{left}",
+            reduction,
+            f"Of that cell's baseline bill decoding is {decode:.0%} and held GPUs without work {held:.0%}, "
+            f"the most that can be saved; RLHFless runs {ours_low.each('actors').mean():.1f} actors.{left}",
         ),
     ]
 
@@ -157,15 +160,13 @@ def workloads(lab: Lab) -> Row:
         share = interval(shares.mean(axis=0))
         means = [float(np.mean([1 - ratio((*pair, a), column).mean() for pair in pairs])) for a in ALGORITHMS]
         findings.append(
-            Finding(
+            claim(
                 f"GRPO gains more {what} than PPO",
                 PAPER_ESTIMATE,
-                "yes",
                 f"in {as_percent(share)} of {len(pairs)} pairs of cells",
                 share,
-                statement(share),
-                f"Mean reduction of {what} {means[1]:.1%} with GRPO, {means[0]:.1%} with PPO. GRPO has three times the responses "
-                "and no critic, so generation is a larger part of its step.",
+                f"Mean reduction of {what} {means[1]:.1%} with GRPO, {means[0]:.1%} with PPO. GRPO has three "
+                "times the responses and no critic, so generation is a larger part of its step.",
             )
         )
     sizes = (128, 256, 512, 1024, 2048)
@@ -187,15 +188,13 @@ def workloads(lab: Lab) -> Row:
         ]
         order = falling(ratios)
         findings.append(
-            Finding(
+            claim(
                 f"gain in {what} grows with the batch ({sizes[0]} to {sizes[-1]} prompts)",
                 PAPER_ESTIMATE,
-                "yes",
                 str(order),
                 order.share,
-                statement(order.share),
-                f"From {signed(1 - ratios[0].mean())} to {signed(1 - ratios[-1].mean())}; generation goes from {share_of_generation(0):.0%} to "
-                f"{share_of_generation(-1):.0%} of the step.",
+                f"From {signed(1 - ratios[0].mean())} to {signed(1 - ratios[-1].mean())}; generation goes "
+                f"from {share_of_generation(0):.0%} to {share_of_generation(-1):.0%} of the step.",
             )
         )
     slower = np.array(
@@ -211,15 +210,15 @@ def workloads(lab: Lab) -> Row:
         float(lab.workload(grid_cell(data, "3B", "ppo")).traces[0].response_tokens.mean()) for data in DATA
     ]
     findings.append(
-        Finding(
+        claim(
             "GSM8K has the longest steps",
             PAPER_ESTIMATE,
-            "yes, long responses",
             f"in {as_percent(share)} of the pairs",
             share,
-            statement(share),
-            f"Public GSM8K runs have mean responses of {lengths[0]:.0f} tokens, the stand-ins {lengths[1]:.0f} and "
-            f"{lengths[2]:.0f} at the same batch; the paper's lengths and batches are not known.",
+            f"Public GSM8K runs have mean responses of {lengths[0]:.0f} tokens, the stand-ins "
+            f"{lengths[1]:.0f} and {lengths[2]:.0f} at the same batch; the paper's lengths and batches are "
+            "not known.",
+            "yes, long responses",
         )
     )
     return Row(
@@ -272,23 +271,33 @@ def simulated_average(lab: Lab) -> Row:
         worst, best = nodes[int(np.argmin(saved.mean(axis=1)))], nodes[int(np.argmax(saved.mean(axis=1)))]
         actors = [o.each("actors").mean() for o, _ in pairs]
         findings += [
-            Finding(
-                f"average speed-up over {baseline}", PAPER_ESTIMATE, f"1.23x{told}", as_times(mean_speed), mean_speed,
-                point(0.23, shifted(mean_speed, -1)),
-                f"From {speed.mean(axis=1).min():.2f}x to {speed.mean(axis=1).max():.2f}x over the node counts. On {nodes[-1]} nodes: "
-                + where_time_goes(*pairs[-1]),
+            effect(
+                f"average speed-up over {baseline}",
+                PAPER_ESTIMATE,
+                (f"1.23x{told}", 0.23),
+                as_times(mean_speed),
+                mean_speed,
+                shifted(mean_speed, -1),
+                f"From {speed.mean(axis=1).min():.2f}x to {speed.mean(axis=1).max():.2f}x over the node "
+                f"counts. On {nodes[-1]} nodes: " + where_time_goes(*pairs[-1]),
             ),
-            Finding(
-                f"average cost reduction against {baseline}", PAPER_ESTIMATE, f"38.7 %{told}", as_percent(mean_saved), mean_saved,
-                point(0.387, mean_saved),
-                f"From {saved.mean(axis=1).min():.0%} on {worst} nodes to {saved.mean(axis=1).max():.0%} on {best}. More nodes widen the range "
-                f"of counts over which the score is scaled, so it takes {actors[0]:.0f} actors on {nodes[0]} nodes and {actors[-1]:.0f} on {nodes[-1]}.",
+            effect(
+                f"average cost reduction against {baseline}",
+                PAPER_ESTIMATE,
+                (f"38.7 %{told}", 0.387),
+                as_percent(mean_saved),
+                mean_saved,
+                mean_saved,
+                f"From {saved.mean(axis=1).min():.0%} on {worst} nodes to {saved.mean(axis=1).max():.0%} on "
+                f"{best}. More nodes widen the range of counts over which the score is scaled, so it takes "
+                f"{actors[0]:.0f} actors on {nodes[0]} nodes and {actors[-1]:.0f} on {nodes[-1]}.",
             ),
-        ]  # fmt: skip
+        ]
     return Row(
         15,
         "on average 1.23x and 38.7 % in simulation",
-        "GSM8K lengths, PPO, Llama-2-70B, 512 responses a step, 2 H100 an actor, 4 to 20 nodes of 8; the paper does not list its settings",
+        "GSM8K lengths, PPO, Llama-2-70B, 512 responses a step, 2 H100 an actor, 4 to 20 nodes of 8; the "
+        "paper does not list its settings",
         tuple(findings),
         (Figure("16b", "Gains in simulation", "nodes of 8 H100", {k: tuple(v) for k, v in panels.items()}),),
     )

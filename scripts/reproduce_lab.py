@@ -45,8 +45,9 @@ class Cell:
 class Runs:
     """One policy on one cell, a run a seed.
 
-    ``steps`` holds each run's columns (those of ``models.scores.STEP_COLUMNS``), one value a step; ``release`` the
-    instant at which each actor was released, a row of actors a step; ``planning`` measured wall times.
+    ``steps`` holds each run's columns (those of ``models.scores.STEP_COLUMNS``), one value a step;
+    ``release`` the instant at which each actor was released, a row of actors a step;
+    ``planning`` measured wall times.
     """
 
     scores: tuple[RunScores, ...]
@@ -88,8 +89,8 @@ def where_time_goes(ours: Runs, base: Runs) -> str:
         float(runs.each("step_seconds").mean()) - g for runs, g in zip((base, ours), generation, strict=True)
     ]
     return (
-        f"Generation goes from {generation[0]:.1f} to {generation[1]:.1f} s, preparation and training from {rest[0]:.1f} to "
-        f"{rest[1]:.1f} s a step."
+        f"Generation goes from {generation[0]:.1f} to {generation[1]:.1f} s, preparation and training from "
+        f"{rest[0]:.1f} to {rest[1]:.1f} s a step."
     )
 
 
@@ -220,7 +221,7 @@ NO_WAVES = "profile.actor.max_running=4096"
 
 
 def gsm8k(algorithm: str, model: str = "3B") -> Cell:
-    """Return the GSM8K-like workload of an algorithm on the testbed: 1,024 prompts a step, 3 steps an epoch."""
+    """Return the GSM8K-like workload of an algorithm on the testbed, cut to 3 steps an epoch."""
     return Cell(f"gsm8k_{algorithm}", MODELS[model], TESTBED, ("trace.prompts=3072",))
 
 

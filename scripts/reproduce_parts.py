@@ -33,9 +33,9 @@ from rlhfless.scripts.reproduce_verdicts import (
     as_number,
     as_percent,
     change,
+    claim,
+    effect,
     less,
-    point,
-    statement,
 )
 from rlhfless.traces.trace import FloatArray
 
@@ -97,31 +97,49 @@ def redundant_share(lab: Lab) -> Row:
         else f"even {longer[-1][0]:.0f} tokens give {means[-1]:.0%}"
     )
     reason = (
-        f"Prompts have {prompt:.0f} tokens and responses {response:.0f}; prefill computes thousands of tokens at once, decoding "
-        f"one a response. With longer prompts: {needed}."
+        f"Prompts have {prompt:.0f} tokens and responses {response:.0f}; prefill computes thousands of "
+        f"tokens at once, decoding one a response. With longer prompts: {needed}."
     )
     return Row(
         3,
         "about 22 % of all GPU time is redundant KV computation",
         "GSM8K, GRPO, 3B, 4 responses a prompt, three actors, every actor prefills its own",
         (
-            Finding(
-                "share of the step's GPU time", "no prefix cache in the engine", "22 %", as_percent(whole), whole,
-                point(0.22, whole), reason,
+            effect(
+                "share of the step's GPU time",
+                "no prefix cache in the engine",
+                ("22 %", 0.22),
+                as_percent(whole),
+                whole,
+                whole,
+                reason,
             ),
-            Finding(
-                "share of generation's GPU time", "no prefix cache in the engine", "22 %", as_percent(generation), generation,
-                point(0.22, generation), "If the paper's total is that of generation. " + reason,
+            effect(
+                "share of generation's GPU time",
+                "no prefix cache in the engine",
+                ("22 %", 0.22),
+                as_percent(generation),
+                generation,
+                generation,
+                "If the paper's total is that of generation. " + reason,
             ),
-            Finding(
-                "share of the step's GPU time", "prefix cache (today's engines)", "22 %", as_percent(cached), cached,
-                point(0.22, cached),
-                f"Responses to a prompt that run together share its KV; {left:.0%} of the redundant tokens are left.",
+            effect(
+                "share of the step's GPU time",
+                "prefix cache (today's engines)",
+                ("22 %", 0.22),
+                as_percent(cached),
+                cached,
+                cached,
+                f"Responses to a prompt that run together share its KV; {left:.0%} of the redundant tokens "
+                "are left.",
             ),
         ),
         (
             Figure(
-                "3c", "Redundant KV computation", "responses a prompt", {"share of all GPU time": tuple(panel)}
+                "3c",
+                "Redundant KV computation",
+                "responses a prompt",
+                {"share of all GPU time": tuple(panel)},
             ),
             Figure(
                 "3c_prompts",
@@ -130,21 +148,24 @@ def redundant_share(lab: Lab) -> Row:
                 {"share of all GPU time": tuple(Point("no prefix cache", x, y) for x, y in longer)},
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 def deduplicated_prefill(lab: Lab) -> Row:
     """Row 4: what deduplicated prefill saves with three responses a prompt (fig. 13b)."""
     cell = gsm8k("grpo").but(*ONE_EPOCH)
     cases = {
-        "prefill tokens": ("no prefix cache, no prefix shared between prompts", cell.but("trace.block_tokens=null", NO_CACHE)),
+        "prefill tokens": (
+            "no prefix cache, no prefix shared between prompts",
+            cell.but("trace.block_tokens=null", NO_CACHE),
+        ),
         "prefill tokens, system prompt shared": ("no prefix cache", cell.but(NO_CACHE)),
         "prefill tokens, with a prefix cache": ("prefix cache (today's engines)", cell),
-    }  # fmt: skip
+    }
     reasons = {
         "prefill tokens": "1 - 1/3, exactly: every prompt is prefilled once in place of three times.",
-        "prefill tokens, system prompt shared": "The first {block} tokens are the same in all prompts and prefilled once a step.",
-        "prefill tokens, with a prefix cache": "The engine has most of the saving already, without a prefill actor.",
+        "prefill tokens, system prompt shared": "The first {block} tokens are the same in all prompts.",
+        "prefill tokens, with a prefix cache": "The engine has most of the saving already.",
     }
     findings, panel = [], []
     for what, (options, at) in cases.items():
@@ -154,7 +175,15 @@ def deduplicated_prefill(lab: Lab) -> Row:
         block = lab.workload(at).traces[0].block_tokens
         reason = reasons[what].format(block=block)
         findings.append(
-            Finding(what, options, "-66 %", as_change(saved), saved, point(-2 / 3, saved), reason)
+            effect(
+                what,
+                options,
+                ("-66 %", -2 / 3),
+                as_change(saved),
+                saved,
+                saved,
+                reason,
+            )
         )
         panel += [
             Point("every actor its own", what, local.mean("prefill_tokens")),
@@ -168,15 +197,16 @@ def deduplicated_prefill(lab: Lab) -> Row:
     startup = lab.workload(at).setting.profile.functions.warm_start_seconds
     step = change(once.each("gpu_seconds"), local.each("gpu_seconds"))
     findings.append(
-        Finding(
+        effect(
             "GPU seconds of prefill",
             "no prefix cache",
-            "-66 % (theory; the bar is not known)",
+            ("-66 % (theory; the bar is not known)", -2 / 3),
             as_change(cost),
             cost,
-            point(-2 / 3, cost),
-            f"From {spent.mean():.1f} to {once.function('prefill').mean():.1f} GPU s a step. The prefill actor sits on the learner and is billed no "
-            f"start-up ({startup:g} s); the whole step's bill changes by {step.mean:+.1%}.",
+            cost,
+            f"From {spent.mean():.1f} to {once.function('prefill').mean():.1f} GPU s a step. The prefill "
+            f"actor sits on the learner and is billed no start-up ({startup:g} s); the whole step's bill "
+            f"changes by {step.mean:+.1%}.",
         )
     )
     return Row(
@@ -214,14 +244,15 @@ def stable_lengths(lab: Lab) -> Row:
     for tokens, paper in ((50, 0.7), (100, 0.9)):
         share = interval([float(np.mean(change_ <= tokens)) for change_ in changes])
         findings.append(
-            Finding(
+            effect(
                 f"prompts that change by at most {tokens} tokens",
                 "none",
-                f"{paper:.0%}",
+                (f"{paper:.0%}", paper),
                 as_percent(share),
                 share,
-                point(paper, share),
-                "A check and no finding: the spread of a prompt's lengths in the preset was set to meet these two shares.",
+                share,
+                "A check and no finding: the spread of a prompt's lengths in the preset was set to meet "
+                "these two shares.",
             )
         )
     steps = (10, 25, 50, 75, 100, 150, 200, 300)
@@ -255,7 +286,7 @@ class Probe:
 
 
 def estimated_costs(lab: Lab, cell: Cell, policy: str, *changes: str) -> FloatArray:
-    """Return what a policy's min-max score takes every count to cost, a step's mean, shape (counts, seeds)."""
+    """Return what a policy's min-max score takes every count to cost a step, shape (counts, seeds)."""
     made = changed_policy(policy, *changes)
     assert isinstance(made, Composed)
     assert isinstance(made.scale, MinMaxScore)
@@ -305,7 +336,8 @@ COST_MODELS = (
     CostModel(
         PAPER_ESTIMATE,
         "paper",
-        "Few actors have responses queue for slots; more of them shorten the queue, at less extra cost than without waves.",
+        "Few actors have responses queue for slots; more of them shorten the queue, at less extra cost than "
+        "without waves.",
     ),
     CostModel(
         "exact estimate, KV waves (25,000 tokens an actor)",
@@ -316,7 +348,8 @@ COST_MODELS = (
     CostModel(
         "exact estimate, no waves, the learner's waiting billed",
         "exact",
-        "A shorter generation spares the learner's idle GPUs, but the score weighs time so much that it goes past the cheapest count.",
+        "A shorter generation spares the learner's idle GPUs, but the score weighs time so much that it "
+        "goes past the cheapest count.",
         (NO_WAVES, LEARNER_BILLED),
     ),
     CostModel(
@@ -355,21 +388,21 @@ def actor_scaling(lab: Lab) -> Row:
         bill = change(ours.each("gpu_seconds"), fixed.each("gpu_seconds"))
         time = change(ours.each("step_seconds"), fixed.each("step_seconds"))
         findings.append(
-            Finding(
+            claim(
                 "steps in which scaling is faster than 3 actors at no more cost",
                 model.name,
-                "most",
                 f"{as_percent(better)}; time {as_change(time)}, cost {as_change(bill)}",
                 better,
-                statement(better),
                 f"It runs {ours.each('actors').mean():.1f} actors. {model.why}",
+                "most",
             )
         )
         findings.append(_sweet_spot(lab, cell, model, panels))
     return Row(
         8,
         "scaling alone: faster than a fixed count at no more cost in most steps",
-        "GSM8K, GRPO, 3B, 3 responses a prompt; bare functions with three actors, or as many as the min-max score says (lambda 0.7)",
+        "GSM8K, GRPO, 3B, 3 responses a prompt; bare functions with three actors, or as many as the min-max "
+        "score says (lambda 0.7)",
         tuple(findings),
         (
             Figure(
@@ -396,13 +429,12 @@ def _sweet_spot(lab: Lab, cell: Cell, model: CostModel, panels: dict[str, list[P
     cheapest = interval(np.array(COUNTS, dtype=float)[np.argmin(cost, axis=0)])
     by_estimate = interval(np.argmin(estimated, axis=0) + 1.0)
     growth = float((runs[COUNTS[-1]].function("decode") / runs[COUNTS[0]].function("decode")).mean())
-    return Finding(
+    return claim(
         "a sweet spot: some count above 1 costs less than 1",
         model.name,
-        "yes",
         f"in {as_percent(falls)} of the seeds",
         falls,
-        statement(falls),
-        f"The bill is least with {as_number(cheapest)} actors, the rule's own estimate with {as_number(by_estimate)}; decoding on "
-        f"{COUNTS[-1]} actors costs {growth:.1f} times that on {COUNTS[0]}.",
+        f"The bill is least with {as_number(cheapest)} actors, the rule's own estimate with "
+        f"{as_number(by_estimate)}; decoding on {COUNTS[-1]} actors costs {growth:.1f} times that on "
+        f"{COUNTS[0]}.",
     )

@@ -22,11 +22,13 @@ MEASURED = "measured, in timings.json"
 RULES = """\
 Verdicts are computed from the numbers:
 
-- a point (a speed-up counts as its gain, 1.35x as 35 %): *matches* if the paper's value lies within our 95 % interval or ours
-  within a tenth of it, *same direction* if our interval lies on the paper's side of zero;
-- a statement, by the share of comparisons (pairs of a sweep, steps, seeds) in which it holds, differences below 0.5 % counting
-  as half: *matches* if the 95 % interval over seeds lies above one half, *same direction* if the mean does;
-- values said to be alike, by the largest over the smallest less 1: *matches* up to 5 %, *same direction* up to 10 %;
+- a point (a speed-up counts as its gain, 1.35x as 35 %): *matches* if the paper's value lies within our 95 %
+  interval or ours within a tenth of it, *same direction* if our interval lies on the paper's side of zero;
+- a statement, by the share of comparisons (pairs of a sweep, steps, seeds) in which it holds, differences
+  below 0.5 % counting as half: *matches* if the 95 % interval over seeds lies above one half, *same
+  direction* if the mean does;
+- values said to be alike, by the largest over the smallest less 1: *matches* up to 5 %, *same direction* up
+  to 10 %;
 - an upper limit: *matches* if the interval ends below it, *same direction* if the mean does;
 - else it *differs*.
 """

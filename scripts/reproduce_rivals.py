@@ -23,16 +23,16 @@ from rlhfless.scripts.reproduce_verdicts import (
     Finding,
     Point,
     Row,
-    alike,
     as_change,
     as_percent,
     as_times,
     change,
+    claim,
+    effect,
     less,
-    point,
+    likeness,
     shifted,
     spread,
-    statement,
 )
 
 
@@ -52,15 +52,15 @@ def against_global_cut(lab: Lab) -> Row:
         decode = float((rival.function("decode") / rival.each("gpu_seconds")).mean())
         generation = change(ours.function("decode") + ours.function("prefill"), rival.function("decode"))
         findings.append(
-            Finding(
+            effect(
                 f"cost against {name}",
                 "256 slots an actor",
-                "-12.8 %",
+                ("-12.8 %", -0.128),
                 as_change(saved),
                 saved,
-                point(-0.128, saved),
-                f"Decoding is {decode:.0%} of the rival's bill. Prefill and decoding together change by {generation.mean:+.0%}, and would have "
-                f"to by {-0.128 / decode:.0%}: the rest is training.",
+                saved,
+                f"Decoding is {decode:.0%} of the rival's bill. Prefill and decoding together change by "
+                f"{generation.mean:+.0%}, and would have to by {-0.128 / decode:.0%}: the rest is training.",
             )
         )
 
@@ -76,14 +76,13 @@ def against_global_cut(lab: Lab) -> Row:
     )
     fused = early(rivals["rlhfuse as shipped"])
     findings.append(
-        Finding(
+        claim(
             "actors 2 and 3 end early (by 5 % of generation or more)",
             "256 slots an actor",
-            "yes",
             f"in {as_percent(share)} of the steps",
             share,
-            statement(share),
-            f"They are released {gap.mean:.0%} of generation before the last one on average, {fused.mean:.0%} under the global cut.",
+            f"They are released {gap.mean:.0%} of generation before the last one on average, "
+            f"{fused.mean:.0%} under the global cut.",
         )
     )
     panel = []
@@ -135,7 +134,8 @@ def ablation(lab: Lab) -> Row:
     return Row(
         7,
         "ablation: +DP and +PA cut cost, +AS cuts time",
-        "GSM8K, GRPO, 3B, 3 responses a prompt; none is rlhfless with every mechanism but placement and prewarming off",
+        "GSM8K, GRPO, 3B, 3 responses a prompt; none is rlhfless with every mechanism but placement and "
+        "prewarming off",
         tuple(findings),
         (Figure("11", "Ablation", "mechanisms", {k: tuple(v) for k, v in panels.items()}, kind="bar"),),
     )
@@ -164,45 +164,38 @@ def _steps_of_ablation(options: str, runs: dict[str, Runs]) -> list[Finding]:
     tokens = 1 - float(dp.each("prefill_tokens").mean() / none.each("prefill_tokens").mean())
     decode = change(scaled.function("decode"), pa.function("decode"))
     return [
-        Finding(
+        claim(
             "+DP cuts the cost a little",
             options,
-            "yes",
             f"{told(dp, none)}; cheaper in {as_percent(cheaper)} of the steps",
             cheaper,
-            statement(cheaper),
-            f"It removes {tokens:.0%} of the prefill tokens (the engine's prefix cache has the rest already), and "
-            f"prefill on the learner's GPUs costs {dp.function('prefill').mean():.1f} of {none.each('gpu_seconds').mean():.0f} "
-            "GPU s a step, start-up included.",
+            f"It removes {tokens:.0%} of the prefill tokens (the engine's prefix cache has the rest "
+            f"already), and prefill on the learner's GPUs costs {dp.function('prefill').mean():.1f} of "
+            f"{none.each('gpu_seconds').mean():.0f} GPU s a step, start-up included.",
         ),
-        Finding(
+        claim(
             "+PA cuts the cost more than +DP",
             options,
-            "yes",
             f"{told(pa, dp)}; in {as_percent(more)} of the steps",
             more,
-            statement(more),
-            f"Sorted blocks end apart and each actor is released when it ends; {pa.each('migrations').mean():.0f} responses "
-            "move a step.",
+            "Sorted blocks end apart and each actor is released when it ends; "
+            f"{pa.each('migrations').mean():.0f} responses move a step.",
         ),
-        Finding(
+        claim(
             "+AS cuts the time",
             options,
-            "yes",
             f"{told(scaled, pa)}; faster in {as_percent(quicker)} of the steps",
             quicker,
-            statement(quicker),
             f"It runs {scaled.each('actors').mean():.1f} actors in place of 3; preparation and training, "
             f"{scaled.training_share:.0%} of its step, stay.",
         ),
-        Finding(
+        likeness(
             "+AS leaves the cost about equal",
             options,
-            "yes",
             as_change(change(scaled.each("gpu_seconds"), pa.each("gpu_seconds"))),
             even,
-            alike(even),
-            f"Every further actor reads the weights once more an iteration: decoding costs {decode.mean:+.0%}.",
+            "Every further actor reads the weights once more an iteration: decoding costs "
+            f"{decode.mean:+.0%}.",
         ),
     ]
 
@@ -218,17 +211,26 @@ def bad_predictor(lab: Lab) -> Row:
         against, ideal = ours.against(base), best.against(base)
         held = float(1 - (base.each("busy_gpu_seconds") / base.each("gpu_seconds")).mean())
         findings += [
-            Finding(
-                f"speed-up over {baseline}", PAPER_ESTIMATE, "1.22x", as_times(against.speedup), against.speedup,
-                point(0.22, shifted(against.speedup, -1)),
+            effect(
+                f"speed-up over {baseline}",
+                PAPER_ESTIMATE,
+                ("1.22x", 0.22),
+                as_times(against.speedup),
+                against.speedup,
+                shifted(against.speedup, -1),
                 f"{where_time_goes(ours, base)} Exact lengths would give {ideal.speedup.mean:.2f}x.",
             ),
-            Finding(
-                f"cost reduction against {baseline}", PAPER_ESTIMATE, "28.9 %", as_percent(against.cost_reduction),
-                against.cost_reduction, point(0.289, against.cost_reduction),
-                f"{held:.0%} of the baseline's bill is held GPUs without work; exact lengths would give {ideal.cost_reduction.mean:.0%}.",
+            effect(
+                f"cost reduction against {baseline}",
+                PAPER_ESTIMATE,
+                ("28.9 %", 0.289),
+                as_percent(against.cost_reduction),
+                against.cost_reduction,
+                against.cost_reduction,
+                f"{held:.0%} of the baseline's bill is held GPUs without work; exact lengths would give "
+                f"{ideal.cost_reduction.mean:.0%}.",
             ),
-        ]  # fmt: skip
+        ]
     panels: dict[str, list[Point]] = {"speed-up over verl": [], "cost reduction against verl": []}
     base = lab.runs(cell, "verl")
     for accuracy in (0.2, 0.44, 0.6, 0.8, 1.0):
@@ -240,8 +242,8 @@ def bad_predictor(lab: Lab) -> Row:
     return Row(
         9,
         "1.22x and 28.9 % with a predictor of 44 % accuracy",
-        "GSM8K, GRPO, 3B; five length buckets of equal counts, errors to the neighbouring one; verl in three placements, "
-        "since the paper does not say which its pool is",
+        "GSM8K, GRPO, 3B; five length buckets of equal counts, errors to the neighbouring one; verl in "
+        "three placements, since the paper does not say which its pool is",
         tuple(findings),
         (
             Figure(

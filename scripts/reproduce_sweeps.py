@@ -12,18 +12,18 @@ from rlhfless.scripts.reproduce_verdicts import (
     Finding,
     Point,
     Row,
-    alike,
     as_change,
     as_number,
     as_percent,
     change,
+    claim,
     falling,
     less,
+    likeness,
     limit,
     rising,
     signed,
     spread,
-    statement,
 )
 
 TIME, COST = "step_seconds", "gpu_seconds"
@@ -36,7 +36,7 @@ NEGLIGIBLE = 0.01
 def panels_of(
     sweeps: dict[str, dict[float, Runs]], base: float | None = None
 ) -> dict[str, tuple[Point, ...]]:
-    """Return time and cost of sweeps as panels, a series a sweep; relative to the point ``base`` where it is given."""
+    """Return time and cost of sweeps as panels, a series a sweep; relative to the point ``base`` if given."""
     panels = {}
     for panel, column in PANELS.items():
         points = []
@@ -59,15 +59,14 @@ def ewma_windows(lab: Lab) -> Row:
             values = [r.each(column) for r in runs.values()]
             even = spread(values)
             findings.append(
-                Finding(
+                likeness(
                     f"{what} with windows 1 to 4, {algorithm.upper()}",
                     PAPER_ESTIMATE,
-                    "marginal differences",
                     f"spread {as_percent(even)}",
                     even,
-                    alike(even),
-                    f"From window 1 to 4 {signed(change(values[-1], values[0]).mean)}. Only the order of the prompts matters, and a prompt's "
-                    "own spread, which an average removes, moves it little.",
+                    f"From window 1 to 4 {signed(change(values[-1], values[0]).mean)}. Only the order of the "
+                    "prompts matters, and a prompt's own spread, which an average removes, moves it little.",
+                    "marginal differences",
                 )
             )
     return Row(
@@ -101,27 +100,36 @@ def cut_thresholds(lab: Lab) -> Row:
         decode = change(runs[0.3].function("decode"), runs[0.9].function("decode"))
         even = spread(cost[:3])
         findings += [
-            Finding(
-                "a smaller tau costs less", name, "yes",
-                f"{cheap}; {as_change(change(cost[0], cost[-1]))} from 0.9 to 0.3", cheap.share, statement(cheap.share),
-                f"{moved[0]:.0f} responses a step move at 0.3 and {moved[-1]:.0f} at 0.9, and decoding costs {signed(decode.mean)}; the rest of the bill "
-                "does not change.",
+            claim(
+                "a smaller tau costs less",
+                name,
+                f"{cheap}; {as_change(change(cost[0], cost[-1]))} from 0.9 to 0.3",
+                cheap.share,
+                f"{moved[0]:.0f} responses a step move at 0.3 and {moved[-1]:.0f} at 0.9, and decoding costs "
+                f"{signed(decode.mean)}; the rest of the bill does not change.",
             ),
-            Finding(
-                "a smaller tau makes steps longer", name, "yes",
-                f"{slow}; {as_change(change(time[0], time[-1]))} from 0.9 to 0.3", slow.share, statement(slow.share),
-                f"The actors that take the moved responses run larger batches; generation is {1 - runs[0.7].training_share:.0%} of a step.",
+            claim(
+                "a smaller tau makes steps longer",
+                name,
+                f"{slow}; {as_change(change(time[0], time[-1]))} from 0.9 to 0.3",
+                slow.share,
+                "The actors that take the moved responses run larger batches; generation is "
+                f"{1 - runs[0.7].training_share:.0%} of a step.",
             ),
-            Finding(
-                "the cost is flat for tau up to 0.5", name, "yes", f"spread {as_percent(even)}", even, alike(even),
-                f"A cut waits until all that is left fits the open slots: from 0.3 to 0.5 the moved responses a step go from "
-                f"{moved[0]:.0f} to {moved[2]:.0f}.",
+            likeness(
+                "the cost is flat for tau up to 0.5",
+                name,
+                f"spread {as_percent(even)}",
+                even,
+                "A cut waits until all that is left fits the open slots: from 0.3 to 0.5 the moved "
+                f"responses a step go from {moved[0]:.0f} to {moved[2]:.0f}.",
             ),
-        ]  # fmt: skip
+        ]
     return Row(
         11,
         "a smaller tau costs less and takes longer, without effect up to 0.5",
-        "GSM8K, 3B, PPO (where not said otherwise), 3 epochs, tau 0.3 to 0.9; all or nothing, waiting for slots, KV transfer",
+        "GSM8K, 3B, PPO (where not said otherwise), 3 epochs, tau 0.3 to 0.9; all or nothing, waiting for "
+        "slots, KV transfer",
         tuple(findings),
         (Figure("15b", "Threshold of the cut", "tau", panels_of(sweeps, 0.9)),),
     )
@@ -152,19 +160,27 @@ def score_weights(lab: Lab) -> Row:
         )
         least = estimated_costs(lab, at, "rlhfless", f"scale.estimate={estimate}").argmin(axis=0).mean() + 1
         why = (
-            f"Actors with lambda {', '.join(map(str, WEIGHTS))}: {counts}. By the rule's estimate {least:.1f} are cheapest: where fewer would "
-            "cost more, lambda has nothing to weigh."
+            f"Actors with lambda {', '.join(map(str, WEIGHTS))}: {counts}. By the rule's estimate "
+            f"{least:.1f} are cheapest: where fewer would cost more, lambda has nothing to weigh."
         )
         findings += [
-            Finding(
-                "a larger lambda shortens steps", name, "yes", str(shorter), shorter.share, statement(shorter.share), why
+            claim(
+                "a larger lambda shortens steps",
+                name,
+                str(shorter),
+                shorter.share,
+                why,
             ),
-            Finding(
-                "a larger lambda costs more", name, "yes", str(dearer), dearer.share, statement(dearer.share), why
+            claim(
+                "a larger lambda costs more",
+                name,
+                str(dearer),
+                dearer.share,
+                why,
             ),
             _second(runs, name, COST, "second-lowest cost"),
             _second(runs, name, TIME, "second-shortest step"),
-        ]  # fmt: skip
+        ]
     return Row(
         12,
         "lambda 0.7 is second in cost and in time",
@@ -183,15 +199,13 @@ def _second(runs: dict[float, Runs], options: str, column: str, what: str) -> Fi
         below == 1, np.where(tied == 0, 1.0, 0.5), np.where((below < 1) & (below + tied >= 1), 0.5, 0.0)
     )
     share = interval(holds)
-    return Finding(
+    return claim(
         f"lambda 0.7 has the {what}",
         options,
-        "yes",
         f"in {as_percent(share)} of the seeds",
         share,
-        statement(share),
-        f"Of the other three {np.mean(below):.1f} are lower and {np.mean(tied):.1f} within half a per cent. Where time falls and cost "
-        "rises with lambda throughout, 0.7 is second in time and third in cost.",
+        f"Of the other three {np.mean(below):.1f} are lower and {np.mean(tied):.1f} within half a per cent. "
+        "Where time falls and cost rises with lambda throughout, 0.7 is second in time and third in cost.",
     )
 
 
@@ -225,7 +239,10 @@ def long_cell(nodes: int, *changes: str) -> Cell:
     )
 
 
-LONG = "Llama-2-70B, 512 responses a step of 2k to 8k tokens (lognormal, median 4096), 2 H100 an actor, 2 to 20 nodes of 8"
+LONG = (
+    "Llama-2-70B, 512 responses a step of 2k to 8k tokens (lognormal, median 4096), 2 H100 an actor, 2 to "
+    "20 nodes of 8"
+)
 
 
 def planning_times(lab: Lab) -> Row:
@@ -245,8 +262,8 @@ def planning_times(lab: Lab) -> Row:
                 as_number(interval(1e3 * np.median(per_seed, axis=1)), " ms"),
                 middle,
                 limit(PLANNING_LIMIT, middle),
-                f"Up to {4 * nodes} actors are tried, each on 512 predicted lengths; measured on this machine, one core, "
-                f"{most * lab.seeds} steps.",
+                f"Up to {4 * nodes} actors are tried, each on 512 predicted lengths; measured on this "
+                f"machine, one core, {most * lab.seeds} steps.",
                 measured=True,
             )
         )
@@ -273,15 +290,14 @@ def strong_scaling(lab: Lab) -> Row:
         generation = [r.each("generation_seconds").mean() for r in runs.values()]
         actors = [r.each("actors").mean() for r in runs.values()]
         findings.append(
-            Finding(
+            claim(
                 "step time falls with the nodes",
                 name,
-                "yes",
                 f"{share}; {as_change(change(time[-1], time[0]))} from {NODES[0]} to {NODES[-1]} nodes",
                 share.share,
-                statement(share.share),
-                f"Generation goes from {generation[0]:.0f} to {generation[-1]:.0f} s with {actors[0]:.0f} to {actors[-1]:.0f} actors; an actor's KV "
-                "holds about ten such responses at once, so more actors mean fewer waves.",
+                f"Generation goes from {generation[0]:.0f} to {generation[-1]:.0f} s with {actors[0]:.0f} to "
+                f"{actors[-1]:.0f} actors; an actor's KV holds about ten such responses at once, so more "
+                "actors mean fewer waves.",
             )
         )
     return Row(
@@ -308,16 +324,19 @@ def planning_share(lab: Lab) -> Row:
                 as_number(interval(100 * planning / runs.each(TIME)), " %", 3),
                 share,
                 limit(NEGLIGIBLE, share),
-                f"{1e3 * planning.mean():.0f} ms of {runs.each(TIME).mean():.0f} s for prediction, prefixes, assignment and the choice of "
-                f"actors, on this machine; negligible is taken as at most {NEGLIGIBLE:.0%}.",
+                f"{1e3 * planning.mean():.0f} ms of {runs.each(TIME).mean():.0f} s for prediction, prefixes, "
+                "assignment and the choice of actors, on this machine; negligible is taken as at most "
+                f"{NEGLIGIBLE:.0%}.",
                 measured=True,
             )
         )
-        training = interval(runs.each(TIME) - runs.each("generation_seconds") - runs.each("learning_seconds"))
+        preparation = interval(
+            runs.each(TIME) - runs.each("generation_seconds") - runs.each("learning_seconds")
+        )
         for stage, value in (
             ("planning", interval(planning)),
             ("generation", runs.mean("generation_seconds")),
-            ("preparation", training),
+            ("preparation", preparation),
             ("learning", runs.mean("learning_seconds")),
         ):
             stages.append(Point(algorithm.upper(), stage, value))

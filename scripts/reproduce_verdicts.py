@@ -3,17 +3,17 @@
 Every verdict is computed from the numbers by one of four rules, whatever the row:
 
 * a **point** (:func:`point`) is a number of the paper, as an effect: a speed-up of 1.35x is +35 %, a cost
-  reduction is itself. *Matches*: the paper's effect lies within our 95 % interval, or ours within a tenth of it.
-  *Same direction*: our interval lies on the paper's side of zero. Else it *differs*.
-* a **statement** (:func:`statement`) is an order or a fact that holds or does not, in each of many comparisons
-  (pairs of a sweep, steps, pairs of cells). Ours is the share in which it holds; a difference of less than
-  :data:`TIE` counts as half. *Matches*: the 95 % interval over seeds of that share lies above one half.
-  *Same direction*: its mean does. Else it *differs*.
+  reduction is itself. *Matches*: the paper's effect lies within our 95 % interval, or ours within a tenth of
+  it. *Same direction*: our interval lies on the paper's side of zero. Else it *differs*.
+* a **statement** (:func:`statement`) is an order or a fact that holds or does not, in each of many
+  comparisons (pairs of a sweep, steps, pairs of cells). Ours is the share in which it holds; a difference of
+  less than :data:`TIE` counts as half. *Matches*: the 95 % interval over seeds of that share lies above one
+  half. *Same direction*: its mean does. Else it *differs*.
 * **alike** (:func:`alike`): the values of a sweep are claimed to be about equal. Ours is the spread, the
-  largest over the smallest less 1. *Matches*: at most :data:`ALIKE`. *Same direction*: at most twice that. Else
-  it *differs*.
-* a **limit** (:func:`limit`) is a bound from above. *Matches*: the interval ends below it. *Same direction*: the
-  mean is below it. Else it *differs*.
+  largest over the smallest less 1. *Matches*: at most :data:`ALIKE`. *Same direction*: at most twice that.
+  Else it *differs*.
+* a **limit** (:func:`limit`) is a bound from above. *Matches*: the interval ends below it. *Same direction*:
+  the mean is below it. Else it *differs*.
 """
 
 from __future__ import annotations
@@ -132,6 +132,31 @@ def limit(most: float, ours: Interval95) -> Verdict:
     return "same direction" if ours.mean <= most else "differs"
 
 
+def effect(
+    what: str,
+    options: str,
+    paper: tuple[str, float],
+    ours: str,
+    estimate: Interval95,
+    value: Interval95,
+    reason: str,
+) -> Finding:
+    """Return a point, judged: the paper's text and effect, our text, the number shown, and our effect."""
+    return Finding(what, options, paper[0], ours, estimate, point(paper[1], value), reason)
+
+
+def claim(what: str, options: str, ours: str, share: Interval95, reason: str, paper: str = "yes") -> Finding:
+    """Return a statement, judged by the share of comparisons in which it holds."""
+    return Finding(what, options, paper, ours, share, statement(share), reason)
+
+
+def likeness(
+    what: str, options: str, ours: str, spread: Interval95, reason: str, paper: str = "yes"
+) -> Finding:
+    """Return the finding that values are alike, judged by their spread."""
+    return Finding(what, options, paper, ours, spread, alike(spread), reason)
+
+
 def less(left: FloatArray, right: FloatArray) -> FloatArray:
     """Return, value by value, 1 where left is below right, 0 where it is above, a half where they tie."""
     scale = TIE * np.maximum(np.abs(left), np.abs(right))
@@ -141,7 +166,7 @@ def less(left: FloatArray, right: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class Order:
-    """How far a sweep keeps an order: the share of pairs that do, one half for a tie, and the share that tie."""
+    """How far a sweep keeps an order: the share of pairs that do, a tie counting half, and of ties."""
 
     share: Interval95
     ties: float
