@@ -490,6 +490,39 @@ class DecodePool:
 
 
 @njit(cache=True)
+def _falling_block(queue, prompt, length, cached, base, kv, max_running, capacity):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Return the end of a block that runs whole from the start, its lengths falling; -1 for any other block.
+
+    Nothing waits, is prefilled or is preempted then, and each completion is the next response from the back.
+    """
+    if len(queue) > max_running:
+        return -1.0
+    whole = np.int64(0)
+    for position in range(len(queue)):
+        r = queue[position]
+        if cached[r] < prompt[r] or (position and length[r] > length[queue[position - 1]]):
+            return -1.0
+        whole += prompt[r] + length[r]
+    if whole > capacity:
+        return -1.0
+    resident = np.int64(0)
+    for r in queue:
+        resident += prompt[r]
+    seconds = 0.0
+    done = np.int64(0)
+    for running in range(len(queue), 0, -1):
+        r = queue[running - 1]
+        n = length[r] - done
+        if n > 0:
+            seconds += n * (base[running] + kv[running] * resident)
+            seconds += kv[running] * running * (n * (n - 1) * 0.5)
+            resident += n * running
+            done = length[r]
+        resident -= prompt[r] + length[r]
+    return seconds
+
+
+@njit(cache=True)
 def _block_ends(bounds, order, prompt, length, group, cached, costs):  # type: ignore[no-untyped-def]  # pragma: no cover
     n = len(prompt)
     ends = np.zeros(len(bounds) - 1)
@@ -502,6 +535,9 @@ def _block_ends(bounds, order, prompt, length, group, cached, costs):  # type: i
     held = np.zeros(group.max() + 1 if n else 0, dtype=np.int64)
     for block in range(len(bounds) - 1):
         queue = order[bounds[block] : bounds[block + 1]].copy()
+        ends[block] = _falling_block(queue, prompt, length, cached, costs[0], costs[1], costs[2], costs[3])
+        if ends[block] >= 0.0:
+            continue
         # Blocks may overlap: planning asks for many splits of one batch.
         for r in queue:
             generated[r] = 0

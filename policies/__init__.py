@@ -16,6 +16,7 @@ from rlhfless.policies.ranks import Answers, LengthBucket, NoisyRank, PromptLeng
 from rlhfless.policies.sampling import AsRecorded, LongRounds, OverProvision
 from rlhfless.policies.scale import FixedActors, MinMaxScore
 from rlhfless.policies.simulate import Setting, SimulatedStep, simulate
+from rlhfless.policies.tail_isolated import LearnerFirst, TailIsolated
 
 __all__ = [
     "ActorPlan",
@@ -33,6 +34,7 @@ __all__ = [
     "GroupWorkers",
     "KarmarkarKarp",
     "Learner",
+    "LearnerFirst",
     "LengthBucket",
     "LocalPrefill",
     "LongRounds",
@@ -59,6 +61,7 @@ __all__ = [
     "SimulatedStep",
     "SortedEven",
     "StepView",
+    "TailIsolated",
     "TailSplit",
     "TopK",
     "simulate",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +22,28 @@ class Assignment(Protocol):
         ...
 
 
+@runtime_checkable
+class Ordered(Protocol):
+    """An assignment that cuts one order of the batch into even blocks, whatever the number of actors."""
+
+    @property
+    def unit(self) -> str:
+        """What the blocks hold equally many of: ``response`` or ``prompt``."""
+        ...
+
+    def order(self, view: StepView, predicted: FloatArray) -> IntArray:
+        """Return the rows in the order in which they are cut."""
+        ...
+
+
+def splitter(assign: Assignment, view: StepView, predicted: FloatArray) -> Callable[[int], Groups]:
+    """Return the assignment as a function of the number of actors; what does not depend on it is done once."""
+    if isinstance(assign, Ordered):
+        order, unit = assign.order(view, predicted), assign.unit
+        return lambda actors: even_blocks(view, order, actors, unit)
+    return lambda actors: assign(view, predicted, actors)
+
+
 @dataclass(frozen=True)
 class SortedEven:
     """Sort by predicted length and cut into blocks of equal counts, longest first (RLHFless, sec. 4.3).
@@ -32,8 +55,11 @@ class SortedEven:
 
     def __call__(self, view: StepView, predicted: FloatArray, actors: int) -> Groups:
         """Return contiguous blocks of the sorted batch."""
-        order = np.lexsort((view.sample, view.prompt, -predicted))
-        return even_blocks(view, order, actors, self.unit)
+        return even_blocks(view, self.order(view, predicted), actors, self.unit)
+
+    def order(self, view: StepView, predicted: FloatArray) -> IntArray:
+        """Return the rows by falling length, a prompt's side by side."""
+        return np.lexsort((view.sample, view.prompt, -predicted))
 
 
 @dataclass(frozen=True)
@@ -44,7 +70,11 @@ class Chunked:
 
     def __call__(self, view: StepView, predicted: FloatArray, actors: int) -> Groups:
         """Return contiguous blocks of the batch."""
-        return even_blocks(view, np.arange(len(view)), actors, self.unit)
+        return even_blocks(view, self.order(view, predicted), actors, self.unit)
+
+    def order(self, view: StepView, predicted: FloatArray) -> IntArray:
+        """Return the rows as they come."""
+        return np.arange(len(view))
 
 
 def even_blocks(view: StepView, order: IntArray, actors: int, unit: str) -> Groups:
@@ -53,7 +83,11 @@ def even_blocks(view: StepView, order: IntArray, actors: int, unit: str) -> Grou
     There are never more blocks than responses or prompts.
     """
     if unit == "response":
-        return tuple(np.array_split(order, min(actors, len(order))))
+        actors = min(actors, len(order))
+        size, rest = divmod(len(order), actors)
+        ends = np.arange(1, actors + 1) * size + np.minimum(np.arange(1, actors + 1), rest)
+        starts = [0, *ends[:-1].tolist()]
+        return tuple(order[a:b] for a, b in zip(starts, ends.tolist(), strict=True))
     group = view.tree.group[order]
     _, first = np.unique(group, return_index=True)
     rank = np.empty(len(first), dtype=np.int64)

@@ -16,7 +16,7 @@ from rlhfless.models.plan import (
     Prefill,
     Preparation,
 )
-from rlhfless.policies.assign import Assignment, Chunked, Groups
+from rlhfless.policies.assign import Assignment, Chunked, splitter
 from rlhfless.policies.base import StepView
 from rlhfless.policies.migrate import Migrating
 from rlhfless.policies.place import ByDistance, Placement
@@ -75,9 +75,7 @@ class Composed:
         cached, prefill_seconds = _prefilled(view, prefill)
         work = Work(view, tokens, cached, prefill_seconds)
 
-        def split(actors: int) -> Groups:
-            return self.assign(view, predicted, actors)
-
+        split = splitter(self.assign, view, predicted)
         groups = self.scale(work, split, self.place.most(view))
         load = work.exact_seconds(groups)
         # Actors are numbered by falling load, so that number 0 is the one beside the learner.

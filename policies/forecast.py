@@ -125,7 +125,10 @@ class Forecast:
         places = self.place(view, np.arange(actors, 0, -1, dtype=np.float64))
         per_node, gpus = view.cluster.gpus_per_node, profile.actor.gpus
         learner_nodes = -(-view.learner_gpus // per_node)
-        spare = [min(max((node + 1) * per_node - view.learner_gpus, 0), per_node) for node in range(view.cluster.nodes)]
+        spare = [
+            min(max((node + 1) * per_node - view.learner_gpus, 0), per_node)
+            for node in range(view.cluster.nodes)
+        ]
         ready, invoked = np.full((2, actors), self.prefill_seconds)
         link = np.full(actors, _COLOCATED)
         for actor, (node, colocated) in enumerate(places):

@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rlhfless.models.decode import block_times
-from rlhfless.models.prefix import PrefixTree
 from rlhfless.policies.assign import Groups
 from rlhfless.policies.base import StepView
 from rlhfless.traces.errors import InputError
@@ -49,13 +48,28 @@ class Work:
         beyond ``max_running`` takes several such waves.
         """
         base, kv = self.view.profile.decode_tables
-        count = np.array([len(group) for group in groups])
+        rows, first, count = _flat(groups)
         running = np.minimum(count, self.view.profile.actor.max_running)
-        longest = np.array([self.predicted_tokens[group].max() for group in groups], dtype=np.float64)
-        prompt = np.array([self.view.prompt_tokens[group].mean() for group in groups])
+        longest = np.maximum.reduceat(self.predicted_tokens[rows], first).astype(np.float64)
+        prompt = np.add.reduceat(self.view.prompt_tokens[rows], first) / count
         tpot = base[running] + kv[running] * running * (prompt + longest / 2)
-        seconds: FloatArray = tpot * longest * np.ceil(count / np.maximum(running, 1))
+        seconds: FloatArray = tpot * longest * np.ceil(count / running)
         return seconds
+
+    def prefix_tokens(self, groups: Sequence[IntArray]) -> IntArray:
+        """Return the KV tokens that prefill sends to each group's actor, every prompt once."""
+        rows, _, count = _flat(groups)
+        own = np.repeat(np.arange(len(groups)), count)
+        prompts = len(self.view.tree.prompt_tokens)
+        _, once = np.unique(own * prompts + self.view.tree.group[rows], return_index=True)
+        sums = np.bincount(own[once], weights=self.cached_tokens[rows[once]], minlength=len(groups))
+        return sums.astype(np.int64)
+
+
+def _flat(groups: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray]:
+    """Return all groups' rows one after the other, where each group begins, and its size."""
+    count = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
+    return np.concatenate(groups), np.cumsum(count) - count, count
 
 
 class Scaling(Protocol):
@@ -132,11 +146,10 @@ class MinMaxScore:
         seconds = work.exact_seconds(flat) if self.estimate == "exact" else work.paper_seconds(flat)
         ends = np.cumsum([len(groups) for groups in splits])
         times = np.split(seconds, ends[:-1])
-        allowed = [
-            i
-            for i, groups in enumerate(splits)
-            if self.locality == "none" or self._hidden(work, groups, times[i])
-        ] or [0]
+        allowed = list(range(len(splits)))
+        if self.locality != "none":
+            sent = np.split(work.prefix_tokens(flat), ends[:-1])
+            allowed = [i for i in allowed if self._hidden(work, sent[i], times[i])] or [0]
         slowest = np.array([times[i].max() for i in allowed])
         cost = np.array([times[i].sum() for i in allowed]) * work.view.profile.actor.gpus
         if work.view.options.billing.learner_waiting:
@@ -144,34 +157,29 @@ class MinMaxScore:
         score = self.weight * _scaled(slowest) + (1 - self.weight) * _scaled(cost)
         return splits[allowed[int(np.argmin(score))]]
 
-    def _hidden(self, work: Work, groups: Groups, decode: FloatArray) -> bool:
+    def _hidden(self, work: Work, sent: IntArray, decode: FloatArray) -> bool:
         """Tell whether every other actor ends no later than the one beside the learner."""
         view = work.view
         memory, links = view.profile.memory, view.profile.links
         per_node = view.cluster.gpus_per_node // view.profile.actor.gpus
         near = per_node * -(-view.learner_gpus // view.cluster.gpus_per_node)
-        first, *others = np.argsort(-decode, kind="stable").tolist()
-        limit = work.prefill_seconds + decode[first]
-        free = {True: 0.0, False: 0.0}
-        for rank, number in enumerate(others, start=1):
-            link = links.within_node if rank < near else links.between_nodes
+        falling = np.argsort(-decode, kind="stable")
+        limit = work.prefill_seconds + decode[falling[0]]
+        # By rank: those within the learner's nodes, then those on other ones.
+        for link, numbers in (
+            (links.within_node, falling[1:near]),
+            (links.between_nodes, falling[max(near, 1) :]),
+        ):
             model = link.seconds(memory.weight_bytes)
-            tokens = _distinct_cached(view.tree, groups[number], work.cached_tokens)
-            kv = link.seconds(tokens * memory.kv_bytes_per_token) if tokens else 0.0
+            size = sent[numbers] * memory.kv_bytes_per_token
+            kv = np.where(size > 0, link.latency_seconds + size / link.bytes_per_second, 0.0)
             if self.locality == "printed":
-                end = model + kv + decode[number]
+                start = model + kv
             else:
-                start = max(free[rank < near], model, work.prefill_seconds) + kv
-                free[rank < near] = start
-                end = start + decode[number]
-            if end > limit:
+                start = max(model, work.prefill_seconds) + np.cumsum(kv)
+            if (start + decode[numbers] > limit).any():
                 return False
         return True
-
-
-def _distinct_cached(tree: PrefixTree, rows: IntArray, cached: IntArray) -> int:
-    _, first = np.unique(tree.group[rows], return_index=True)
-    return int(cached[rows[first]].sum())
 
 
 def _scaled(values: FloatArray) -> FloatArray:

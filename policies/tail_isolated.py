@@ -128,7 +128,11 @@ class TailIsolated:
         return guess_lengths(work.view, work.predicted_tokens, min(few, self.guesses))
 
     def _scores(
-        self, seconds: FloatArray, gpu_seconds: FloatArray, reference_seconds: float, reference_gpu_seconds: float
+        self,
+        seconds: FloatArray,
+        gpu_seconds: FloatArray,
+        reference_seconds: float,
+        reference_gpu_seconds: float,
     ) -> FloatArray:
         time, cost = seconds / reference_seconds, gpu_seconds / reference_gpu_seconds
         scores: FloatArray

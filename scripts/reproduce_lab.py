@@ -216,6 +216,9 @@ NO_MIGRATION = "migration={_target_: rlhfless.policies.Migration, rule: none}"
 #: What scaling and engine are by default: an actor runs at most 256 responses at once.
 PAPER_ESTIMATE = "paper's estimate, 256 slots an actor"
 
+#: The weight of time in the score (lambda).
+PAPER_WEIGHT = 0.7
+
 #: No queue for slots: an actor takes all its responses at once.
 NO_WAVES = "profile.actor.max_running=4096"
 
@@ -225,6 +228,6 @@ def gsm8k(algorithm: str, model: str = "3B") -> Cell:
     return Cell(f"gsm8k_{algorithm}", MODELS[model], TESTBED, ("trace.prompts=3072",))
 
 
-def scaled(estimate: str, weight: float = 0.7) -> str:
+def scaled(estimate: str, weight: float = PAPER_WEIGHT) -> str:
     """Return the override that scales by the min-max score; the default weight is the paper's."""
     return f"scale={{_target_: rlhfless.policies.MinMaxScore, weight: {weight}, estimate: {estimate}}}"

@@ -196,9 +196,8 @@ def plot(figure: Figure, form: str) -> bytes:
         handles, names = grid[0].get_legend_handles_labels()
         if len(names) > 1:
             sheet.legend(handles, names, loc="outside lower center", ncols=min(len(names), 3), frameon=False)
-        sheet.suptitle(
-            f"Figure {figure.name}, ours: {figure.title}" if figure.name[0].isdigit() else figure.title
-        )
+        number = figure.name.split("_")[0]
+        sheet.suptitle(f"Figure {number}: {figure.title}" if number[0].isdigit() else figure.title)
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         sheet.savefig(buffer, format=form, dpi=130, metadata=metadata)
     return buffer.getvalue()

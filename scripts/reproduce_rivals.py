@@ -60,7 +60,8 @@ def against_global_cut(lab: Lab) -> Row:
                 saved,
                 saved,
                 f"Decoding is {decode:.0%} of the rival's bill. Prefill and decoding together change by "
-                f"{generation.mean:+.0%}, and would have to by {-0.128 / decode:.0%}: the rest is training.",
+                f"{generation.mean:+.0%}; the paper's number asks for {-0.128 / decode:.0%}, since the rest is "
+                "training.",
             )
         )
 

@@ -153,16 +153,16 @@ def score_weights(lab: Lab) -> Row:
             w: lab.runs(at, "rlhfless", f"scale.weight={w}", f"scale.estimate={estimate}") for w in WEIGHTS
         }
         sweeps[name] = runs
-        counts = ", ".join(f"{r.each('actors').mean():.1f}" for r in runs.values())
-        shorter, dearer = (
-            falling([r.each(TIME) for r in runs.values()]),
-            rising([r.each(COST) for r in runs.values()]),
-        )
+        counts = [float(r.each("actors").mean()) for r in runs.values()]
+        shorter = falling([r.each(TIME) for r in runs.values()])
+        dearer = rising([r.each(COST) for r in runs.values()])
         least = estimated_costs(lab, at, "rlhfless", f"scale.estimate={estimate}").argmin(axis=0).mean() + 1
         why = (
-            f"Actors with lambda {', '.join(map(str, WEIGHTS))}: {counts}. By the rule's estimate "
-            f"{least:.1f} are cheapest: where fewer would cost more, lambda has nothing to weigh."
+            f"Actors with lambda {', '.join(map(str, WEIGHTS))}: {', '.join(f'{c:.1f}' for c in counts)}. "
+            f"By the rule's estimate {least:.1f} are cheapest."
         )
+        if max(counts) - min(counts) < 0.5:
+            why += " Time and cost are least near the same count there, so lambda has little to weigh."
         findings += [
             claim(
                 "a larger lambda shortens steps",
@@ -204,8 +204,11 @@ def _second(runs: dict[float, Runs], options: str, column: str, what: str) -> Fi
         options,
         f"in {as_percent(share)} of the seeds",
         share,
-        f"Of the other three {np.mean(below):.1f} are lower and {np.mean(tied):.1f} within half a per cent. "
-        "Where time falls and cost rises with lambda throughout, 0.7 is second in time and third in cost.",
+        f"Of the other three {np.mean(below):.1f} are lower and {np.mean(tied):.1f} within half a per cent."
+        + (
+            " With time falling and cost rising in lambda, 0.7 is second in time and third in cost."
+            * (not np.any(tied))
+        ),
     )
 
 

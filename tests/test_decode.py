@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import Response, TokenByToken
 
-from rlhfless.models.decode import DecodePool, EngineOptions, decode_one
+from rlhfless.models.decode import DecodePool, EngineOptions, block_times, decode_one
 from rlhfless.traces.errors import InputError
 
 responses = st.lists(
@@ -167,3 +167,29 @@ def test_the_kernel_is_500_times_faster_than_tokens() -> None:
         fast_seconds = min(fast_seconds, time.perf_counter() - started)
     np.testing.assert_allclose(finish, [r.finish for r in expected], rtol=1e-9)
     assert slow_seconds / fast_seconds > 500
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 120)), min_size=1, max_size=40),
+    falling=st.booleans(),
+    prefilled=st.booleans(),
+    max_running=st.sampled_from([4, 64]),
+    slack=st.sampled_from([0, 100_000]),
+)
+def test_planning_times_are_the_replays(
+    rows: list[tuple[int, int]], falling: bool, prefilled: bool, max_running: int, slack: int
+) -> None:
+    """Block times, with their short cut for blocks that run whole, equal the replay of each block."""
+    rows = sorted(rows, key=lambda row: -row[1]) if falling else rows
+    prompt, length = (np.array(column) for column in zip(*rows, strict=True))
+    group = np.arange(len(rows))
+    cached = prompt if prefilled else np.zeros_like(prompt)
+    cost = profile(
+        actor__max_running=max_running, actor__kv_capacity_tokens=int((prompt + length).max()) + slack
+    )
+    blocks = np.array_split(np.arange(len(rows)), min(3, len(rows)))
+    ends = block_times(cost, prompt, length, group, blocks, cached)
+    for block, end in zip(blocks, ends, strict=True):
+        finish, _ = decode_one(cost, prompt[block], length[block], group[block], cached_tokens=cached[block])
+        assert end == pytest.approx(finish.max(), rel=1e-9)
