@@ -76,8 +76,9 @@ def send(
             whole = pool.prompt_tokens[rows] + pool.generated[rows]
             tokens = np.where(np.isin(rows, active), whole, pool.cached[rows])
         sent_bytes = float(tokens.sum()) * kv_bytes_per_token
+        clock = max(clock, float(pool.ready[rows].max()))
         if sent_bytes:
-            clock = max(clock, float(pool.ready[rows].max())) + transfer(source, target, sent_bytes)
+            clock += transfer(source, target, sent_bytes)
         moves.append(Move(source, target, rows, sent_bytes, sent, clock))
         pool.cached[rows] = tokens
     return moves

@@ -68,7 +68,8 @@ class Migration(_Part):
       One by one they choose their target; equal targets give way to the lower number.
     * With ``transfer`` a running response brings the KV of its prompt and tokens, a waiting one what the
       actor was sent for it, its targets being served in turn by number; the actor is released after the
-      last transfer. A target admits what it was sent, at the end of its queue, when the KV is there.
+      last transfer. What is still on its way to the actor leaves it no earlier than it arrives. A target
+      admits what it was sent, at the end of its queue in the order of leaving, when the KV is there.
 
     Further fields say what the paper leaves open:
 

@@ -4,7 +4,8 @@ The replay is exact and takes milliseconds a step. A policy that weighs fifty sp
 the lengths has ten milliseconds for all of them. The kernel here keeps what decides between splits: the
 iteration time with its KV term, slots and KV capacity with preemption, the actors' start (weights, prefill,
 the prompts' KV), prefill on the actor, and the local cut. It leaves out the transfer of moved responses, the
-rest of the iteration in which a cut falls, batches of prefill, and shared prompt KV.
+rest of the iteration in which a cut falls, batches of prefill, and shared prompt KV; a prompt's KV, once
+prefilled on an actor, stays there.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import numpy as np
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import FloatArray, IntArray, Trace
 
-
 #: What was known of a response before it came: see :meth:`LengthHistory.outcomes`.
 Known = Literal["last", "others", "answer"]
 

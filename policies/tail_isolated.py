@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -248,7 +249,7 @@ class _Sweep:
 
     def _groups(self, cuts: tuple[int, ...], dealt: int) -> Groups:
         rest = self._order[cuts[-1] :]
-        return tuple(self._order[i:j] for i, j in zip(cuts, cuts[1:], strict=False)) + tuple(
+        return tuple(self._order[i:j] for i, j in pairwise(cuts)) + tuple(
             rest[actor::dealt] for actor in range(dealt)
         )
 

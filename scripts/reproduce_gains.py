@@ -229,7 +229,7 @@ def workloads(lab: Lab) -> Row:
     return Row(
         2,
         "gains are larger with GRPO and with larger workloads",
-        "the grid of row 1; batch sweep with GSM8K, GRPO, 3B, 3 responses a prompt",
+        "The grid of row 1; batch sweep with GSM8K, GRPO, 3B, 3 responses a prompt",
         tuple(findings),
         (
             Figure(

@@ -79,7 +79,7 @@ def report(rows: Sequence[Row], command: str, seeds: int) -> str:
     for row in rows:
         parts += [f"## {row.number}. {row.title}", "", f"{row.setting}.", ""]
         shown = [without_times(f) for f in row.findings]
-        parts += markdown(
+        table = markdown(
             [
                 {
                     "number": f.what,
@@ -92,6 +92,8 @@ def report(rows: Sequence[Row], command: str, seeds: int) -> str:
                 for f in shown
             ]
         )
+        # Text reads from the left.
+        parts += [table[0], "|" + " --- |" * 6, *table[2:]]
         parts.append("")
     return "\n".join(parts)
 

@@ -236,8 +236,8 @@ class LocalCut:
                 r.cached = r.prompt + r.generated if any(r is other for other in running) else r.cached
                 r.cached = r.cached if self.rule.kv == "transfer" else 0
             tokens = sum(r.cached for r in rows)
+            clock = max(clock, *(r.ready for r in rows))
             if tokens:
-                clock = max(clock, *(r.ready for r in rows))
                 clock += self.seconds(source, target, tokens * self.kv_bytes)
             for r in rows:
                 r.ready = clock
