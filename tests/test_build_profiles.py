@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from rlhfless.models.computed import Assumptions
-from rlhfless.models.hardware import find_model
 from rlhfless.models.decode import decode_one
+from rlhfless.models.hardware import find_model
 from rlhfless.models.profile import Profile
 from rlhfless.scripts.build_profiles import (
     MEASURED_MODELS,

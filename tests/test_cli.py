@@ -8,11 +8,13 @@ import json
 import subprocess
 import sys
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
 from rlhfless.scripts import cli
 from rlhfless.traces.files import write_trace
 from rlhfless.traces.synthetic import Synthetic, generate
@@ -117,7 +119,7 @@ def test_the_timeline_is_one_of_trace_events(tmp_path: Path) -> None:
     assert {(event["pid"], event["tid"]) for event in complete} == named
     for thread in named:
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if (e["pid"], e["tid"]) == thread)
-        assert all(second[0] >= first[1] - 0.01 for first, second in zip(own, own[1:], strict=False))
+        assert all(second[0] >= first[1] - 0.01 for first, second in pairwise(own))
     assert {event["name"] for event in complete} >= {"prefill", "decode.0", "reference", "update_actor"}
 
 
@@ -149,7 +151,18 @@ def test_compare_reads_a_log_and_states_the_calibration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = write_log(tmp_path / "run.log.gz", log_lines())
-    run("compare", "--log", str(log), "--gpus", "4", "--batch", "64", "--out", str(tmp_path / "out"), "seeds=2")
+    run(
+        "compare",
+        "--log",
+        str(log),
+        "--gpus",
+        "4",
+        "--batch",
+        "64",
+        "--out",
+        str(tmp_path / "out"),
+        "seeds=2",
+    )
     printed = capsys.readouterr().out
     assert "fitted on the first 10 of 40 steps" in printed
     assert "reconstructed" in printed
@@ -167,12 +180,21 @@ def test_import_calibrate_and_plan_work_on_each_others_files(
 ) -> None:
     log = write_log(tmp_path / "run.log", log_lines())
     about = ["--gpus", "4", "--batch", "16", "--responses-per-prompt", "2"]
-    run("import", "verl-log", str(log), str(tmp_path / "run.parquet"), *about, "--stages", str(tmp_path / "s.csv"))
+    run(
+        "import",
+        "verl-log",
+        str(log),
+        str(tmp_path / "run.parquet"),
+        *about,
+        "--stages",
+        str(tmp_path / "s.csv"),
+    )
     run("calibrate", str(log), *about, "--out", str(tmp_path / "fitted.yaml"))
     fitted = yaml.safe_load((tmp_path / "fitted.yaml").read_text())
     assert fitted["kind"] == "fitted"
     run("import", "trace", str(tmp_path / "run.parquet"), str(tmp_path / "run.jsonl.gz"))
-    rows = [json.loads(line) for line in gzip.open(tmp_path / "run.jsonl.gz", "rt")]
+    with gzip.open(tmp_path / "run.jsonl.gz", "rt") as lines:
+        rows = [json.loads(line) for line in lines]
     assert sum(row["step"] == 1 for row in rows) == 32
     batch = [
         {key: value for key, value in row.items() if key != "response_tokens"}
@@ -219,7 +241,10 @@ def test_a_log_whose_gzip_ends_early_is_refused(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: rows[3].update(response_tokens="-5"), "row 4: response_tokens is -5, must be at least 1"),
+        (
+            lambda rows: rows[3].update(response_tokens="-5"),
+            "row 4: response_tokens is -5, must be at least 1",
+        ),
         (lambda rows: [row.pop("sample") for row in rows], "column sample is missing"),
         (lambda rows: rows[5].update(rows[2]), "two rows for one response"),
     ],
@@ -297,7 +322,9 @@ def test_a_missing_log_option_says_which(tmp_path: Path, capsys: pytest.CaptureF
     assert "does not say batch" in refusal(capsys, "compare", "--log", str(log), "--gpus", "4")
 
 
-def test_the_command_lists_its_verbs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_lists_its_verbs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["rlhfless", "--help"])
     cli.main()
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from rlhfless.scripts import cli
 
 SOURCE = '''
@@ -48,7 +49,9 @@ def rlhfless(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_compare_and_replay_take_a_class_by_its_name(folder: Path) -> None:
-    done = rlhfless(folder, "compare", *SMALL, "seeds=2", "policy._target_=my_policies.Halves", "--out", "out")
+    done = rlhfless(
+        folder, "compare", *SMALL, "seeds=2", "policy._target_=my_policies.Halves", "--out", "out"
+    )
     assert done.returncode == 0, done.stderr
     policies = json.loads((folder / "out" / "summary.json").read_text())["policies"]
     assert policies["halves"]["mean"]["actors"]["mean"] == 2
@@ -72,7 +75,9 @@ def test_what_is_wrong_with_it_is_one_line(folder: Path) -> None:
         assert done.returncode == 2
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
-    done = rlhfless(folder, "replay", *SMALL, "policy._target_=my_policies.Halves", "policy.forget=1", "out=out")
+    done = rlhfless(
+        folder, "replay", *SMALL, "policy._target_=my_policies.Halves", "policy.forget=1", "out=out"
+    )
     assert done.returncode == 2
     assert "stands in no actor; every response must stand in exactly one actor" in done.stderr
     assert not (folder / "out").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from rlhfless.models.prefix import PrefixTree
 from rlhfless.traces.trace import PrefixBlocks, Trace
 
