@@ -37,6 +37,7 @@ class Billing:
     ``startup``: from its invocation until it is ready. ``prewarmed_waiting``: from then to the new weights, of
     a function that was called before they existed; waiting for transfers is always billed.
     ``keep_alive``: while it stays warm after its release, until the next call or the end of its keep-alive.
+    ``learner_waiting``: the learner's GPUs in the rest of the step, in which no function holds them.
     """
 
     startup: bool = True

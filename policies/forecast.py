@@ -303,7 +303,7 @@ def _decode(order, bounds, length, generated, prompt, start, unpaid, costs, rule
                 + steps[a] * (base[b] + kv[b] * resident[a])
                 + kv[b] * b * 0.5 * steps[a] * (steps[a] - 1)
             )
-        a = np.argmin(due)
+        a = int(np.argmin(due))
         now = due[a]
         if now == np.inf:
             return end

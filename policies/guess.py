@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhfless.policies.base import StepView
+from rlhfless.policies.history import Known
 from rlhfless.traces.trace import FloatArray, IntArray
 
 #: Fewer past outcomes than this say too little about a spread.
@@ -30,7 +31,7 @@ def guess_lengths(view: StepView, predicted_tokens: IntArray, guesses: int) -> I
     last = view.history.recent(view.prompt, 1)[0]
     answer = np.zeros(len(view)) if view.answer_tokens is None else view.answer_tokens.astype(np.float64)
     seen = ~np.isnan(last)
-    returning = (("last", last), ("others", last), ("answer", answer))
+    returning: tuple[tuple[Known, FloatArray], ...] = (("last", last), ("others", last), ("answer", answer))
     for rows, sources in ((seen, returning), (~seen, returning[2:])):
         for source, known in sources:
             before, came = view.history.outcomes(source)

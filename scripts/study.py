@@ -1,7 +1,8 @@
 """tail_isolated against RLHFless: prints the tables of docs/tail_isolated.md, in Markdown.
 
-    python -m rlhfless.scripts.study             # all settings, seeds 0 to 4
-    python -m rlhfless.scripts.study --seeds 2   # a shorter look
+    python -m rlhfless.scripts.study              # all settings, seeds 0 to 4
+    python -m rlhfless.scripts.study --seeds 2    # a shorter look
+    python -m rlhfless.scripts.study --ablation   # what each part contributes
 
 Every row is one workload on one cluster, both policies on the same traces, paired by seed. The bound is
 :func:`rlhfless.solver.bounds.step_lower_bound` on the true lengths: what no plan can go below in generation
@@ -68,19 +69,19 @@ ABLATION: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def study(lab: Lab) -> str:
-    """Return the tables: every variant on every setting, then the ablation."""
-    parts = []
-    for title, (own, other) in VARIANTS.items():
-        rows = [_row(lab, name, cell, own, other) for name, cell in SETTINGS.items()]
-        parts.append(
-            f"**{title}**\n\n"
-            + _table(
-                "setting | actors | speed-up | cost reduction, % | generation / bound | decode / bound", rows
-            )
-        )
-    rows = [_ablation(lab, title, policy, changes) for title, (policy, changes) in ABLATION.items()]
+    """Return the tables: every variant on every setting."""
+    head = "setting | actors | speed-up | cost reduction, % | generation / bound | decode / bound"
+    return "\n\n".join(
+        f"**{title}**\n\n"
+        + _table(head, [_row(lab, name, cell, own, other) for name, cell in SETTINGS.items()])
+        for title, (own, other) in VARIANTS.items()
+    )
+
+
+def ablation(lab: Lab) -> str:
+    """Return the table of the parts: each against rlhfless as shipped, over all settings."""
     head = "policy | better in both | worse in one | speed-up, mean (least) | cost reduction, %, mean (least)"
-    return "\n\n".join([*parts, "**ablation**\n\n" + _table(head, rows)])
+    return _table(head, [_ablation(lab, title, *what) for title, what in ABLATION.items()])
 
 
 def _row(lab: Lab, name: str, cell: Cell, own: tuple[str, ...], other: tuple[str, ...]) -> list[str]:
@@ -166,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=5, help="runs with seeds 0, 1, ... (default 5)")
-    print(study(Lab(parser.parse_args(arguments).seeds)))
+    parser.add_argument("--ablation", action="store_true", help="print the table of the parts instead")
+    given = parser.parse_args(arguments)
+    print((ablation if given.ablation else study)(Lab(given.seeds)))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ class Actor(TokenByToken):
     own: list[Response] = field(default_factory=list)
     slots: int = 0
     may_be_cut: bool = True
+    closed: bool = False
     was_cut: bool = False
     release: float = 0.0
 
@@ -135,7 +136,7 @@ class Actor(TokenByToken):
 
     def open_slots(self, now: float) -> int:
         left = self.left(now)
-        return max(self.slots - left, 0) if left and not self.was_cut else 0
+        return max(self.slots - left, 0) if left and not self.closed else 0
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class LocalCut:
 
     def cut(self, source: int, now: float, room: list[int]) -> None:
         actor = self.actors[source]
+        actor.closed = True
         room[source] = 0
         goes_on = actor.left(now) > sum(room)
         weight = list(room) if self.rule.target == "most_slots" else [a.left(now) for a in self.actors]

@@ -84,6 +84,7 @@ def test_plans_of_all_policies_follow_the_schema_and_come_back(case: Case) -> No
 
 
 def test_the_shipped_schema_is_that_of_the_document() -> None:
+    """After a change: json.dumps(PlanDocument.model_json_schema(), indent=2) is the text of the file."""
     assert plan_schema() == PlanDocument.model_json_schema()
     jsonschema.Draft202012Validator.check_schema(plan_schema())
 

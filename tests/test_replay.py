@@ -295,6 +295,14 @@ def test_the_billing_switches_change_only_what_they_name() -> None:
                 assert outcome.stage_times == least.stage_times
 
 
+def test_the_learners_gpus_are_billed_while_they_wait_if_asked() -> None:
+    """Of 11 s the four GPUs learn for 2 and start up for 1; actor and reference run on others."""
+    made = plan(actor(0, 1, 2, 3))
+    waiting = one(made, FOUR, billing=Billing(learner_waiting=True))
+    assert waiting.by_function["learner_waiting"] == 4 * (11 - 3)
+    assert waiting.gpu_seconds - one(made, FOUR).gpu_seconds == 4 * (11 - 3)
+
+
 def test_preparation_on_the_learner_or_beside_it() -> None:
     """Reference takes 1 s and value 1.5 s: in turn on the learner's GPUs, at once on GPUs of their own."""
     serverful = {"platform": "serverful"}

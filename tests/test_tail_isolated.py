@@ -106,18 +106,24 @@ def forecast_of(done: Any, where: Setting, policy: Composed, migration: Migratio
     return float(time[0, 0]), float(cost[0, 0])
 
 
-@FAST
-@given(st.integers(0, 10**6), st.sampled_from(["engine", "assigned"]), st.sampled_from([0.5, 0.7, 0.9]))
-def test_forecast_of_a_local_cut_is_close_to_the_replay(seed: int, slots: Any, threshold: float) -> None:
-    trace = step(skewed(150, seed))
+@pytest.mark.parametrize("slots", ["engine", "assigned"])
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])
+def test_forecast_of_a_local_cut_is_close_to_the_replay(slots: Any, threshold: float) -> None:
     migration = Migration(rule="local", threshold=threshold, slots=slots)
     policy = Composed("fixed", assign=SortedEven(), scale=FixedActors(4), migration=migration)
     where = setting()
-    done = replayed(trace, policy, where)
-    seconds, gpu_seconds = forecast_of(done, where, policy, migration)
-    # Left out: the transfer of moved responses and the rest of the iteration under way.
-    assert seconds == pytest.approx(done.outcome.generation_seconds, rel=0.05)
-    assert gpu_seconds == pytest.approx(done.outcome.by_function["decode"], rel=0.05)
+    errors = []
+    for seed in range(25):
+        done = replayed(step(skewed(150, seed)), policy, where)
+        seconds, gpu_seconds = forecast_of(done, where, policy, migration)
+        errors.append(
+            (seconds / done.outcome.generation_seconds, gpu_seconds / done.outcome.by_function["decode"])
+        )
+    # Left out: the transfer of moved responses and the rest of the iteration under way. A cut may fall the
+    # other way for it, which then moves a release.
+    deviation = np.abs(np.array(errors) - 1)
+    assert deviation.mean() < 0.01
+    assert deviation.max() < 0.1
 
 
 @FAST
@@ -128,7 +134,7 @@ def test_forecast_counts_the_waiting_of_a_full_kv_cache(seed: int, capacity: int
     policy = Composed("fixed", assign=SortedEven(), scale=FixedActors(2))
     done = replayed(step(lengths), policy, where)
     seconds, _ = forecast_of(done, where, policy, Migration())
-    assert seconds == pytest.approx(done.outcome.generation_seconds, rel=0.1)
+    assert seconds == pytest.approx(done.outcome.generation_seconds, rel=0.03)
 
 
 def test_forecast_takes_what_is_generated_already_as_given() -> None:
@@ -263,19 +269,21 @@ def test_the_choice_is_forecast_no_worse_than_the_references_split(n: int, seed:
     other = Forecast(seen, work.cached_tokens, 0.0, ByDistance(), 0.0)
     time, cost = own([*chosen, *reference], lengths[None], CUT)
     base_time, base_cost = other(reference, lengths[None], part.reference_migration)
-    scores = np.maximum(time / base_time, cost / base_cost)[:, 0]
+    scores = np.maximum(time / base_time * (1 + part.margin), cost / base_cost)[:, 0]
     assert scores[0] <= scores[1] * (1 + 1e-12)
 
 
 def test_a_tail_is_isolated() -> None:
-    # Four responses of ten times the length: alone on an actor they end first and together with the rest.
+    # Four responses of ten times the length: among few others they take less time, and fewer actors do.
     lengths = np.concatenate((np.full(4, 3000), np.full(252, 300)))
     seen = view(step(lengths, 1), setting(learner_gpus=8), cap=100_000)
+    work, split = work_of(seen, lengths), even(seen, lengths)
     part = TailIsolated(reference=FixedActors(4), place=LearnerFirst(), plan_on="point")
-    groups = part(work_of(seen, lengths), even(seen, lengths), 8)
-    tail = next(rows for rows in groups if 0 in rows)
-    assert set(tail.tolist()) == {0, 1, 2, 3}
-    assert len(groups) < 4
+    tail, *others = part(work, split, 8)
+    assert {0, 1, 2, 3} <= set(tail.tolist())
+    assert len(tail) < min(len(rows) for rows in others) / 2
+    assert len(others) < 3
+    assert work.exact_seconds([tail, *others]).max() < work.exact_seconds(split(4)).max()
 
 
 def test_score_cheapest_is_not_slower_than_the_reference() -> None:
@@ -409,13 +417,13 @@ def test_planning_grows_no_faster_than_n_log_n() -> None:
         work, split = work_of(seen, lengths), even(seen, lengths)
         part = TailIsolated(reference=FixedActors(8), migration=CUT, place=LearnerFirst())
         times = []
-        for _ in range(5):
+        for _ in range(3):
             began = time.process_time()
             part(work, split, 8)
             times.append(time.process_time() - began)
         return min(times)
 
-    small, large = 8192, 65_536
+    small, large = 4096, 32_768
     growth = large * np.log(large) / (small * np.log(small))
     # Twice the growth: the clock is coarse and the machine shared.
     assert seconds(large) < 2 * growth * seconds(small)
