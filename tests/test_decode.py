@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -193,3 +194,24 @@ def test_planning_times_are_the_replays(
     for block, end in zip(blocks, ends, strict=True):
         finish, _ = decode_one(cost, prompt[block], length[block], group[block], cached_tokens=cached[block])
         assert end == pytest.approx(finish.max(), rel=1e-9)
+
+
+def test_memory_grows_linearly_up_to_a_million_responses() -> None:
+    """64 actors with waiting queues: four times the responses take at most four times the memory, and a bit."""
+
+    def peak(n: int) -> int:
+        rng = np.random.default_rng(0)
+        length, prompt = rng.geometric(1 / 500, n), rng.integers(50, 200, n)
+        tracemalloc.start()
+        pool = DecodePool(cost, prompt, length, np.arange(n) // 4, 64)
+        for actor in range(64):
+            pool.add(actor, np.arange(actor, n, 64))
+            pool.run(actor)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.isfinite(pool.finish).all()
+        return most
+
+    cost = profile(actor__max_running=256)
+    peak(1000)  # compile
+    assert peak(1_000_000) < 4.2 * peak(250_000)
