@@ -8,9 +8,11 @@ splits, a scaling part; :class:`LearnerFirst` is the placement that goes with it
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 from typing import Literal
 
 import numpy as np
@@ -223,23 +225,24 @@ class _Sweep:
     def splits(self, bounds: int, count: int) -> list[Groups]:
         """Return the splits of the sweep; ``count`` is the reference's number of actors."""
         n, most, order = len(self._order), self.most, self._order
-        longest = self._longest[order]
-        own = np.concatenate(([0.0], np.cumsum(self._own[order])))
+        # Lists: single numbers are looked up, some hundred times.
+        longest = self._longest[order].tolist()
+        own = [0.0, *np.cumsum(self._own[order]).tolist()]
         #: Where the groups of the longest responses end, and over how many actors the rest is dealt.
         found: dict[tuple[tuple[int, ...], int], None] = {}
         low = max(longest[0] + own[1], own[-1] / most)
-        for bound in np.geomspace(low, max(longest[0] + own[-1], low), bounds):
+        for bound in np.geomspace(low, max(longest[0] + own[-1], low), bounds).tolist():
             cuts = [0]
             while cuts[-1] < n and len(cuts) <= most:
-                fits = np.searchsorted(own, own[cuts[-1]] + bound - longest[cuts[-1]], side="right") - 1
-                cuts.append(min(max(int(fits), cuts[-1] + 1), n))
+                fits = bisect_right(own, own[cuts[-1]] + bound - longest[cuts[-1]]) - 1
+                cuts.append(min(max(fits, cuts[-1] + 1), n))
             if cuts[-1] == n:
                 found[tuple(cuts), 0] = None
             for isolated in range(min(3, len(cuts))):
                 rest = cuts[isolated]
                 room = bound - longest[rest] if rest < n else 0.0
                 if room > 0:
-                    dealt = min(int(np.ceil((own[-1] - own[rest]) / room)), n - rest)
+                    dealt = min(ceil((own[-1] - own[rest]) / room), n - rest)
                     if isolated + dealt <= most:
                         found[tuple(cuts[: isolated + 1]), dealt] = None
         for actors in sorted({min(max(round(count * share), 1), most) for share in _COUNTS}):

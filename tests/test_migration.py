@@ -11,7 +11,7 @@ from reference import Actor, LocalCut, Response
 
 from rlhfless.models.decode import DecodePool, EngineOptions
 from rlhfless.models.migration import decode_actors
-from rlhfless.models.moves import Decoded
+from rlhfless.models.moves import Decoded, Transfer
 from rlhfless.models.plan import Migration
 from rlhfless.models.profile import Profile
 
@@ -31,12 +31,17 @@ def link(source: int, target: int, sent_bytes: float) -> float:
     return 2.0**-8 * (1 + abs(source - target)) + sent_bytes * 2.0**-24
 
 
+def slow_link(source: int, target: int, sent_bytes: float) -> float:
+    return 2.0**6 * link(source, target, sent_bytes)
+
+
 def both(
     cost: Profile,
     rule: Migration,
     actors: list[list[tuple[int, int, int]]],
     starts: list[float],
     options: EngineOptions,
+    transfer: Transfer = link,
 ) -> tuple[DecodePool, Decoded, LocalCut]:
     """Run actors of (prompt, length, group) responses under the product and the reference."""
     rows = [row for actor in actors for row in actor]
@@ -52,12 +57,12 @@ def both(
         slow.append(
             Actor(cost, options.prefix_caching, options.share_prompt_kv, clock=starts[number], own=own)
         )
-    reference = LocalCut(slow, rule, link, KV_BYTES)
+    reference = LocalCut(slow, rule, transfer, KV_BYTES)
     responses = [r for actor in slow for r in actor.own]
     for row, response in enumerate(responses):
         response.number = row
     reference.run()
-    decoded = decode_actors(pool, rule, link, KV_BYTES)
+    decoded = decode_actors(pool, rule, transfer, KV_BYTES)
     np.testing.assert_allclose(pool.finish, [r.finish for r in responses], rtol=1e-9)
     np.testing.assert_allclose(decoded.release, [actor.release for actor in slow], rtol=1e-9)
     assert [(m.source, m.target, m.responses.tolist()) for m in decoded.moves] == [
@@ -89,6 +94,7 @@ def both(
     caching=st.booleans(),
     share=st.booleans(),
     late=st.sampled_from([0.0, 0.5]),
+    transfer=st.sampled_from([link, slow_link]),
 )
 def test_events_equal_tokens_on_several_actors(
     actors: list[list[tuple[int, int]]],
@@ -99,6 +105,7 @@ def test_events_equal_tokens_on_several_actors(
     caching: bool,
     share: bool,
     late: float,
+    transfer: Transfer,
 ) -> None:
     """Finish times, releases, who moved where and when, KV bytes, tokens by actor: the same to 1e-9."""
     prompt = [5, 9, 14, 30]
@@ -112,7 +119,7 @@ def test_events_equal_tokens_on_several_actors(
     # Unequal starts keep sums that are equal on paper apart, where they are not exact.
     offset = 0.0 if exact else 0.0137
     starts = [(late + offset) * number for number in range(len(actors))]
-    both(cost, rule, given_rows, starts, EngineOptions(caching, share))
+    both(cost, rule, given_rows, starts, EngineOptions(caching, share), transfer)
 
 
 PLAIN = profile(
@@ -205,6 +212,29 @@ def test_responses_that_end_in_the_iteration_under_way_stay() -> None:
     _, decoded, _ = both(PLAIN, LOCAL, actors, [0.5, 0.0], EngineOptions())
     assert decoded.moves == ()
     assert decoded.release.tolist() == [20.5, 3.0]
+
+
+def test_what_is_on_its_way_is_sent_on_when_it_has_arrived() -> None:
+    """Actor 1's response leaves for actor 2 at 2 and needs 16 s; actor 2 ends its own at 9 and waits for it.
+
+    At 12 a slot opens on actor 0 and actor 2 is cut: the response goes on when it has arrived, at 18.
+    """
+    lengths = [[12, 30], [1, 4], [2, 9]]
+    group = iter(range(100))
+    actors = [[(4, length, next(group)) for length in own] for own in lengths]
+
+    def very_slow(source: int, target: int, sent_bytes: float) -> float:
+        return 16.0
+
+    rule = LOCAL.model_copy(update={"count_moved": False})
+    pool, decoded, _ = both(PLAIN, rule, actors, [0.0] * 3, EngineOptions(), very_slow)
+    assert [(m.source, m.target, m.sent, m.ready) for m in decoded.moves] == [
+        (1, 2, 2.0, 18.0),
+        (2, 0, 12.0, 34.0),
+    ]
+    # Actor 0 has ended its own by then, at 30. The response has 2 of its 4 tokens.
+    assert pool.finish[3] == 36.0
+    assert decoded.release.tolist() == [36.0, 18.0, 34.0]
 
 
 def test_targets_by_open_slots_or_by_unfinished_work() -> None:

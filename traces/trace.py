@@ -164,6 +164,17 @@ class Trace:
                 f"(step {self.step[first]}, prompt {self.prompt_ids[self.prompt[first]]}, "
                 f"sample {self.sample[first]})"
             )
+        other = (
+            (np.diff(self.step[order]) == 0)
+            & (np.diff(self.prompt[order]) == 0)
+            & (np.diff(self.prompt_tokens[order]) != 0)
+        )
+        if other.any():
+            first, second = sorted(int(order[i + k]) for i in np.flatnonzero(other)[:1] for k in (0, 1))
+            raise InputError(
+                f"{where}: rows {first + 1} and {second + 1}: prompt {self.prompt_ids[self.prompt[first]]} has "
+                f"{self.prompt_tokens[first]} and {self.prompt_tokens[second]} prompt_tokens in one step"
+            )
         if (np.diff(self.step) < 0).any():
             return self.select(np.argsort(self.step, kind="stable"))
         return self
