@@ -175,6 +175,10 @@ def test_missing_empty_and_unknown_files_are_refused(tmp_path: Path) -> None:
         ({"step": -1}, "FILE: row 3: step is -1, must be at least 0"),
         ({"prompt_tokens": 0}, "FILE: row 3: prompt_tokens is 0, must be at least 1"),
         (
+            {"step": 0, "prompt_id": "a", "sample": 7, "prompt_tokens": 99},
+            "FILE: rows 1 and 3: prompt a has",
+        ),
+        (
             {"step": 0, "prompt_id": "a", "sample": 1},
             "FILE: rows 2 and 3: two rows for one response (step 0, prompt a, sample 1)",
         ),
