@@ -41,7 +41,7 @@ def example(rows: int = 6, *, optional: bool = True) -> Trace:
         prompt=np.arange(rows) // 2 % 2,
         prompt_ids=("p,0", 'p"1'),
         sample=np.arange(rows) % 2,
-        prompt_tokens=np.arange(rows) + 10,
+        prompt_tokens=np.arange(rows) // 2 + 10,
         response_tokens=np.arange(rows) * 3 + 1,
         answer_tokens=np.arange(rows) + 1 if optional else None,
         prefix_blocks=PrefixBlocks(offsets, np.arange(offsets[-1]) * 7 - 3) if optional else None,
@@ -176,7 +176,7 @@ def test_missing_empty_and_unknown_files_are_refused(tmp_path: Path) -> None:
         ({"prompt_tokens": 0}, "FILE: row 3: prompt_tokens is 0, must be at least 1"),
         (
             {"step": 0, "prompt_id": "a", "sample": 7, "prompt_tokens": 99},
-            "FILE: rows 1 and 3: prompt a has",
+            "FILE: rows 2 and 3: prompt a has 5 and 99 prompt_tokens in one step",
         ),
         (
             {"step": 0, "prompt_id": "a", "sample": 1},
