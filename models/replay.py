@@ -477,7 +477,30 @@ class _Step:
             return tuple(sorted(g for gpus in self.allocation.actors for g in gpus))
         if placement == "own":
             return self.run_.own_gpus(self.allocation.rest)[stage]
-        return self._least_busy(count, need)
+        return self._soonest(stage, self._least_busy(count, need), need)
+
+    def _soonest(self, stage: str, idle: Gpus, need: float) -> Gpus:
+        """Choose between idle GPUs and those on which the stage ran before, and is warm: where it starts first.
+
+        Of equals, GPUs that the learner does not have come first, then the idle ones.
+        """
+        run = self.run_
+        if not self.serverless:
+            return idle
+        functions = run.profile.functions
+        learner = set(self.allocation.learner)
+
+        def start(gpus: Gpus) -> float:
+            free = float(run._free[list(gpus)].max())
+            warm = run._warm(stage, gpus, max(need - functions.warm_start_seconds, free))
+            startup = functions.warm_start_seconds if warm else functions.cold_start_seconds
+            lead = startup if self.plan.prewarm is not None else 0.0
+            return max(max(need - lead, free) + startup, need)
+
+        used = [g for function, g in run._released if function == stage and len(g) == len(idle) and g != idle]
+        return min(
+            [idle, *used], key=lambda gpus: (start(gpus), bool(learner.intersection(gpus)), gpus != idle)
+        )
 
     def _least_busy(self, count: int, need: float) -> Gpus:
         """Choose GPUs for a stage: those free when it is needed, the learner's last among them.

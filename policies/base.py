@@ -42,7 +42,8 @@ class StepView:
     history
         Lengths of the responses seen in earlier steps.
     learning_seconds
-        How long the learning stage of each earlier step took, in order.
+        How long the learning stage of each earlier step took, in order. That of the step just before is not
+        among them: it is still under way when a step is planned.
     rng
         The only source of chance, seeded by run and step.
     generated

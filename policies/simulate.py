@@ -116,7 +116,12 @@ def simulate(
         position += 1
         view = replace(
             view_of(
-                batch, setting, history, max_response_tokens=cap, learning_seconds=tuple(learning), seed=seed
+                batch,
+                setting,
+                history,
+                max_response_tokens=cap,
+                learning_seconds=tuple(learning[:-1]),
+                seed=seed,
             ),
             generated=launch.generated,
             true_tokens=batch.response_tokens.copy() if oracle else None,
