@@ -137,6 +137,15 @@ def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
     assert log.gpus == GPUS
 
 
+def test_a_line_cut_behind_a_key_that_only_it_has_is_refused(tmp_path: Path) -> None:
+    lines = [line for line in log_lines() if "timing_s/testing" not in line or "step:5 " in line]
+    cut = next(i for i, line in enumerate(lines) if "timing_s/testing" in line)
+    lines[cut] = lines[cut].split(" - timing_s/step")[0]
+    assert refusal(write(tmp_path / "cut.log", lines)) == (
+        f"line {cut + 1}: step 5: the line was cut after timing_s/testing; other steps go on with timing_s/step"
+    )
+
+
 @given(step=st.integers(1, STEPS), data=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_training_line_cut_anywhere_is_refused_with_its_place(
