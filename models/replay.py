@@ -236,16 +236,20 @@ class Replay:
             raise InputError(f"{where}: {error}") from None
         if generated is not None:
             pool.generated[:] = generated
-        if plan.preparation == "own" and not self.own_gpus(allocation.rest):
-            raise InputError(
-                f"{where}: stages need GPUs of their own, actors and learner leave {len(allocation.rest)}"
-            )
+        if plan.preparation == "own":
+            self.own_gpus(allocation.rest, where)
         return _Step(self, plan, batch, allocation, tree, pool).run()
 
-    def own_gpus(self, rest: Gpus) -> dict[str, Gpus]:
+    def own_gpus(self, rest: Gpus, where: str = "plan") -> dict[str, Gpus]:
         """Share out the GPUs that neither actors nor the learner have among the other stages.
 
         Each stage gets what its profile says, or if those are too many, a share in proportion, at least one.
+
+        Raises
+        ------
+        InputError
+            When there are fewer GPUs than stages.
+
         """
         wanted = {s: self.profile.stages[s].gpus for s in self.stages if s != "update_actor"}
         wanted = {stage: count for stage, count in wanted.items() if count}
@@ -255,7 +259,12 @@ class Replay:
             own = max(int(count * scale), 1)
             shares[stage] = rest[first : first + own]
             first += own
-        return shares if first <= len(rest) else {}
+        if first > len(rest):
+            raise InputError(
+                f"{where}: preparation on GPUs of its own does not fit the GPUs that actors and learner leave "
+                f"({len(rest)} for {', '.join(wanted)})"
+            )
+        return shares
 
     def _near(self, source: Gpus, target: Gpus) -> bool:
         """Tell whether the target, which sits on one node, shares it with some GPU of the source."""

@@ -449,3 +449,16 @@ def test_actors_take_the_learners_gpus_last() -> None:
     made = plan(actor(0), actor(1), actor(2, 3))
     gpus = {i.function: i.gpus for i in one(made, FOUR).intervals if i.kind == "busy"}
     assert [gpus[f"decode.{number}"] for number in range(3)] == [(4, 5), (6, 7), (0, 1)]
+
+
+def test_stages_on_gpus_of_their_own_share_what_is_left() -> None:
+    """Reference, value and critic want 8 GPUs; with 4 left they get 1, 1 and 2; with 2 left the plan is refused."""
+    stages = ("reward", "reference", "value", "update_critic", "update_actor")
+    whole = Replay(profile(), Cluster(nodes=2, gpus_per_node=8), stages)
+    assert whole.own_gpus(tuple(range(8, 16))) == {
+        "reference": (8, 9), "value": (10, 11), "update_critic": (12, 13, 14, 15),
+    }  # fmt: skip
+    assert whole.own_gpus((4, 5, 6, 7)) == {"reference": (4,), "value": (5,), "update_critic": (6, 7)}
+    with pytest.raises(InputError, match="does not fit the GPUs that actors and learner leave"):
+        whole.own_gpus((6, 7))
+    assert Replay(profile(), Cluster(nodes=1, gpus_per_node=8), ("reward", "update_actor")).own_gpus(()) == {}
