@@ -46,8 +46,9 @@ format: $(VENV)/.installed-lint  ## let ruff rewrite the layout
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-test  ## how fast the replay is, against a token-by-token one
+bench: $(VENV)/.installed-test  ## how fast the replay and the planning are
 	$(BIN)/python tests/bench_replay.py
+	$(BIN)/python tests/bench_planning.py
 
 clean:  ## remove everything that was made here
 	rm -rf $(VENV) build dist out outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Replay a workload under several policies; print what each costs and how long it takes.
 
     rlhfless compare trace=deepcoder_16k cluster=h100_4x8 profile=h100_qwen2.5-14b_tp2
+    rlhfless compare policy=all cluster=a100_2x8   # without a profile: Qwen2.5-3B on the cluster's GPUs
     rlhfless compare --log run.log.gz --gpus 8 --responses-per-prompt 5 --batch 1024
 
 With a log, its lengths and stage times are the workload: a cost profile is fitted to its first quarter, the
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rlhfless.scripts.log_options import add_log_options, given_log_options
@@ -46,7 +48,7 @@ def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list
     if unknown:
         parser.error(f"no option {unknown[0]}")
     about_log = given_log_options(parsed)
-    given = []
+    given = [] if parsed.log else cluster_profile(overrides)
     if parsed.log:
         given += ["trace=log", f"trace.path=[{','.join(map(quoted, parsed.log))}]"]
         chosen = {override.split("=")[0] for override in overrides}
@@ -58,6 +60,19 @@ def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list
         given.append(f"out={quoted(parsed.out)}")
     return [*given, *overrides]
 
+
+def cluster_profile(overrides: Sequence[str]) -> list[str]:
+    """Return the profile that goes with the chosen cluster's GPUs, where none is chosen: the default's model."""
+    chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
+    if "cluster" not in chosen or "profile" in chosen:
+        return []
+    name = f"{chosen['cluster'].split('_')[0]}_{DEFAULT_MODEL}"
+    known = files("rlhfless.conf").joinpath("profile", f"{name}.yaml").is_file()
+    return [f"profile={name}"] if known else []
+
+
+#: Model and actor size of the default profile, in the names of profiles.
+DEFAULT_MODEL = "qwen2.5-3b_tp2"
 
 #: What a log does not say: the profile gives the actor's size, memory, links and functions.
 LOG_DEFAULTS = {"profile": "h100_qwen2.5-7b_tp2", "cluster": "custom"}

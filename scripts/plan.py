@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhfless.scripts.compare import cluster_profile
 from rlhfless.scripts.replay import own_policy
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     from rlhfless.scripts.common import hydra_verb
 
-    hydra_verb("plan", plan, own_policy(overrides))
+    hydra_verb("plan", plan, [*cluster_profile(overrides), *own_policy(overrides)])
 
 
 def plan(config: DictConfig) -> None:

@@ -301,7 +301,10 @@ def test_a_plan_that_names_a_response_twice_is_refused(
     [
         (["cluster.gpu=H999"], "no data sheet of 'H999'"),
         (["profile=computed", "gpu=H999", "model=Qwen2.5-7B", "cluster=custom"], "no data sheet of 'H999'"),
-        (["cluster=h100_1x8"], "has H100, but profile l40s_qwen2.5-3b_tp2 is of L40S"),
+        (
+            ["cluster=h100_1x8", "profile=l40s_qwen2.5-3b_tp2"],
+            "has H100, but profile l40s_qwen2.5-3b_tp2 is of L40S",
+        ),
         (["learner_gpus=99"], "the learner asks for 99 GPUs"),
         (["policy=no_such"], "no_such"),
         (["trace=no_such"], "no_such"),
@@ -315,6 +318,11 @@ def test_what_does_not_exist_is_refused(
     for verb in ("replay", "compare"):
         assert message in refusal(capsys, verb, *SMALL, *arguments, f"out={out}")
     assert not out.exists()
+
+
+def test_a_cluster_alone_brings_the_profile_of_its_gpus(tmp_path: Path) -> None:
+    run("replay", *SMALL, "cluster=h100_1x8", f"out={tmp_path}")
+    assert json.loads((tmp_path / "summary.json").read_text())["profile"] == "h100_qwen2.5-3b_tp2"
 
 
 def test_a_missing_log_option_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
