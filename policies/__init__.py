@@ -5,6 +5,7 @@ from rlhfless.policies.anywhere import Anywhere
 from rlhfless.policies.assign import Chunked, SortedEven
 from rlhfless.policies.balanced import KarmarkarKarp, Lpt, Multifit, Random, RoundRobin
 from rlhfless.policies.base import Policy, StepView
+from rlhfless.policies.check import check_policy
 from rlhfless.policies.composed import Composed
 from rlhfless.policies.grouped import ContiguousDp, GroupWorkers, TailSplit, TopK
 from rlhfless.policies.migrate import RefittedCut
@@ -64,5 +65,6 @@ __all__ = [
     "TailIsolated",
     "TailSplit",
     "TopK",
+    "check_policy",
     "simulate",
 ]

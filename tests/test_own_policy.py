@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_compare_and_replay_take_a_class_by_its_name(folder: Path) -> None:
     plans = [json.loads(line) for line in (folder / "alone" / "plans.jsonl").read_text().splitlines()]
     assert {plan["policy"] for plan in plans} == {"mine"}
     assert all(len(plan["actors"]) == 2 for plan in plans)
+
+
+def test_the_readmes_policy_passes_the_checker(folder: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (folder / "readme_policy.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "readme_policy.py"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    done = rlhfless(folder, "replay", *SMALL, "policy._target_=readme_policy.OneActor", "out=out")
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_wrong_with_it_is_one_line(folder: Path) -> None:
