@@ -91,10 +91,9 @@ def online_dispatch(
 ) -> Decoded:
     """Run all actors on one queue, into which the actors' planned responses go in turn.
 
-    An actor runs at most its
-    even share of what is unfinished. A chunk that goes on at another actor brings its KV over the link, or the
-    new actor recomputes it; a prompt prefilled for one actor is there for that actor only. An actor is
-    released when it has nothing to run and nothing waits.
+    An actor runs at most its even share of what is unfinished. A chunk that goes on at another actor brings its
+    KV over the link, or the new actor recomputes it; a prompt prefilled for one actor is there for that actor
+    only. An actor is released when it has nothing to run and nothing waits.
     """
     starts = [pool.counts(actor).clock for actor in range(len(pool))]
     queues = [pool.remove(actor)[1] for actor in range(len(pool))]

@@ -236,9 +236,8 @@ class Replay:
             raise InputError(f"{where}: {error}") from None
         if generated is not None:
             pool.generated[:] = generated
-        if plan.preparation == "own":
-            self.own_gpus(allocation.rest, where)
-        return _Step(self, plan, batch, allocation, tree, pool).run()
+        own = self.own_gpus(allocation.rest, where) if plan.preparation == "own" else {}
+        return _Step(self, plan, batch, allocation, tree, pool, own).run()
 
     def own_gpus(self, rest: Gpus, where: str = "plan") -> dict[str, Gpus]:
         """Share out the GPUs that neither actors nor the learner have among the other stages.
@@ -292,6 +291,7 @@ class _Step:
         allocation: Allocation,
         tree: PrefixTree,
         pool: DecodePool,
+        own: dict[str, Gpus],
     ) -> None:
         self.run_ = run
         self.plan = plan
@@ -299,6 +299,7 @@ class _Step:
         self.allocation = allocation
         self.tree = tree
         self.pool = pool
+        self.own = own
         self.began = run.now
         self.serverless = plan.platform == "serverless"
         self.deduplicated = plan.prefill.mode == "deduplicated"
@@ -485,7 +486,7 @@ class _Step:
                 return learner
             return tuple(sorted(g for gpus in self.allocation.actors for g in gpus))
         if placement == "own":
-            return self.run_.own_gpus(self.allocation.rest)[stage]
+            return self.own[stage]
         return self._soonest(stage, self._least_busy(count, need), need)
 
     def _soonest(self, stage: str, idle: Gpus, need: float) -> Gpus:

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhfless.scripts.arguments import add_log_options, given_log_options
 from rlhfless.scripts.compare import LOG_DEFAULTS
-from rlhfless.scripts.log_options import add_log_options, given_log_options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,7 +49,7 @@ def calibrate(options: argparse.Namespace) -> None:
     from rlhfless.scripts.workload import calibrate_log, log_defaults, named_profile
 
     base = named_profile(options.profile)
-    fitted = calibrate_log(options.log, log_defaults() | given_log_options(options), base, seeds=1)
+    fitted = calibrate_log(options.log, log_defaults() | given_log_options(options), base, seeds=[0])
     profile = fitted.calibration.profile(base, name=options.name)
     out = console()
     print_calibration(out, fitted.calibration, fitted.log)

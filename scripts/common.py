@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -51,10 +52,22 @@ def _reason(error: BaseException) -> str:
 
 
 def hydra_verb(config: str, task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
-    """Run ``task`` as a Hydra app with the configuration ``conf/<config>.yaml`` and the given arguments."""
+    """Run ``task`` as a Hydra app with the configuration ``conf/<config>.yaml`` and the given arguments.
+
+    Bad input that the task finds ends the command inside the job: an error that leaves a job, Hydra announces in
+    lines of its own.
+    """
+
+    @functools.wraps(task)
+    def refusing(config: DictConfig) -> None:
+        try:
+            task(config)
+        except InputError as error:
+            fail(str(error))
+
     # Hydra then raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    app = hydra.main(version_base="1.3", config_path="pkg://rlhfless.conf", config_name=config)(task)
+    app = hydra.main(version_base="1.3", config_path="pkg://rlhfless.conf", config_name=config)(refusing)
     # A class of the user's own is found in the folder in which the command runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

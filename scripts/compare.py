@@ -11,13 +11,12 @@ sweeps.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from rlhfless.scripts.log_options import add_log_options, given_log_options
+from rlhfless.scripts.arguments import add_log_options, given_log_options, hydra_parser, parse
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,20 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def log_overrides(arguments: Sequence[str], description: str, verb: str) -> list[str]:
     """Turn the plain options about a log into Hydra overrides; the rest is passed on."""
-    parser = argparse.ArgumentParser(
-        prog=f"rlhfless {verb}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"Configuration and its values: rlhfless {verb} --cfg job",
-        allow_abbrev=False,
-    )
+    parser = hydra_parser(verb, description)
     parser.add_argument("--log", nargs="+", metavar="FILE", help="verl console logs, plain or .gz")
     add_log_options(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where to write the results")
-    parsed, overrides = parser.parse_known_args(arguments)
-    unknown = [o for o in overrides if o.startswith("--") and o.split("=")[0] not in HYDRA_FLAGS]
-    if unknown:
-        parser.error(f"no option {unknown[0]}")
+    parsed, overrides = parse(parser, arguments)
     about_log = given_log_options(parsed)
     given = [] if parsed.log else cluster_profile(overrides)
     if parsed.log:
@@ -77,9 +67,6 @@ DEFAULT_MODEL = "qwen2.5-3b_tp2"
 #: What a log does not say: the profile gives the actor's size, memory, links and functions.
 LOG_DEFAULTS = {"profile": "h100_qwen2.5-7b_tp2", "cluster": "custom"}
 
-#: Hydra's own flags with two dashes that stay available.
-HYDRA_FLAGS = ("--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info")
-
 
 def quoted(text: str) -> str:
     """Return a string as Hydra's override grammar takes it whole."""
@@ -102,24 +89,20 @@ def policy_overrides(overrides: Sequence[str]) -> list[str]:
 
 def compare(config: DictConfig) -> None:
     """Run the comparison that a configuration describes."""
-    from rlhfless.scripts.common import console, fail, output_folder, write_files
+    from rlhfless.scripts.common import console, output_folder, write_files
     from rlhfless.scripts.comparison import run_comparison
     from rlhfless.scripts.report import comparison_files, print_comparison
-    from rlhfless.scripts.workload import build_workloads
-    from rlhfless.traces.errors import InputError
+    from rlhfless.scripts.workload import build_workloads, first_seeds
 
-    try:
-        out = output_folder(config)
-        workloads = build_workloads(config, int(config.seeds))
-        for workload in workloads:
-            result = run_comparison(config, workload)
-            print_comparison(console(), result)
-            if out is not None:
-                folder = out / workload.name if len(workloads) > 1 else out
-                write_files(folder, comparison_files(result))
-                console().print(f"report: {folder / 'report.md'}")
-    except InputError as error:
-        fail(str(error))
+    out = output_folder(config)
+    workloads = build_workloads(config, first_seeds(int(config.seeds)))
+    for workload in workloads:
+        result = run_comparison(config, workload)
+        print_comparison(console(), result)
+        if out is not None:
+            folder = out / workload.name if len(workloads) > 1 else out
+            write_files(folder, comparison_files(result))
+            console().print(f"report: {folder / 'report.md'}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhfless.scripts.log_options import add_log_options, given_log_options
+from rlhfless.scripts.arguments import add_log_options, given_log_options
 
 if TYPE_CHECKING:
     from rlhfless.traces.trace import Trace

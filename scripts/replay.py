@@ -79,13 +79,16 @@ class RecordedPlans:
 
     def plan(self, view: StepView) -> Plan:
         """Return the step's plan."""
+        import numpy as np
+
         from rlhfless.models.plan import parse_plan
         from rlhfless.traces.errors import InputError
 
         if view.step not in self.plans:
             raise InputError(f"{self.path}: no plan for step {view.step}")
         number, values = self.plans[view.step]
-        batch = next(b for b in self.trace.batches() if b.step[0] == view.step)
+        rows = self.trace.rows_of(int(np.searchsorted(self.trace.steps, view.step)))
+        batch = self.trace.select(np.arange(rows.start, rows.stop))
         return parse_plan(values, batch, f"{self.path}: line {number}")
 
 
@@ -93,51 +96,48 @@ def replay(config: DictConfig) -> None:
     """Run the replay that a configuration describes."""
     from rlhfless.models.scores import RunScores, step_record
     from rlhfless.policies import simulate
-    from rlhfless.scripts.common import advance, console, fail, output_folder, progress, write_files
+    from rlhfless.scripts.common import advance, console, output_folder, progress, write_files
     from rlhfless.scripts.report import csv_text, setting_lines, timeline, timing, to_json, workload_values
     from rlhfless.scripts.workload import build_policy, build_workloads
     from rlhfless.solver.bounds import step_lower_bound
     from rlhfless.traces.errors import InputError
 
-    try:
-        seed = int(config.seed)
-        workloads = build_workloads(config, seed + 1)
-        if len(workloads) > 1:
-            raise InputError("replay takes one log; compare takes several")
-        workload = workloads[0]
-        trace = workload.traces[seed]
-        if config.plans is None:
-            policy = build_policy(config.policy, "policy")
-        else:
-            policy = RecordedPlans.read(str(config.plans), trace)
-        steps = []
-        with progress(len(trace.steps), f"replaying {workload.name}") as bar:
-            for step in simulate(trace, policy, workload.setting, seed=seed, bound=step_lower_bound):
-                steps.append(step)
-                advance(bar)
-        outcomes = [step.outcome for step in steps]
-        scores = RunScores.of(outcomes)
-        contents = {
-            "summary.json": to_json(
-                {
-                    **workload_values(workload),
-                    "policy": policy.name,
-                    "seed": seed,
-                    "steps": scores.steps,
-                    "mean": scores.mean,
-                    "gpu_seconds_by_function": scores.by_function,
-                }
-            ),
-            "steps.csv": csv_text([step_record(outcome) for outcome in outcomes]),
-            "plans.jsonl": "".join(to_json(step.plan.document(step.batch), indent=None) for step in steps),
-            "timeline.json": timeline(outcomes, workload.setting.cluster.gpus_per_node),
-            "timings.json": to_json(timing([step.planning_seconds for step in steps])),
-        }
-        folder = output_folder(config)
-        if folder is not None:
-            write_files(folder, contents)
-    except InputError as error:
-        fail(str(error))
+    seed = int(config.seed)
+    workloads = build_workloads(config, [seed])
+    if len(workloads) > 1:
+        raise InputError("replay takes one log; compare takes several")
+    workload = workloads[0]
+    trace = workload.traces[0]
+    if config.plans is None:
+        policy = build_policy(config.policy, "policy")
+    else:
+        policy = RecordedPlans.read(str(config.plans), trace)
+    steps = []
+    with progress(len(trace.steps), f"replaying {workload.name}") as bar:
+        for step in simulate(trace, policy, workload.setting, seed=seed, bound=step_lower_bound):
+            steps.append(step)
+            advance(bar)
+    outcomes = [step.outcome for step in steps]
+    scores = RunScores.of(outcomes)
+    contents = {
+        "summary.json": to_json(
+            {
+                **workload_values(workload),
+                "policy": policy.name,
+                "seed": seed,
+                "steps": scores.steps,
+                "mean": scores.mean,
+                "gpu_seconds_by_function": scores.by_function,
+            }
+        ),
+        "steps.csv": csv_text([step_record(outcome) for outcome in outcomes]),
+        "plans.jsonl": "".join(to_json(step.plan.document(step.batch), indent=None) for step in steps),
+        "timeline.json": timeline(outcomes, workload.setting.cluster.gpus_per_node),
+        "timings.json": to_json(timing([step.planning_seconds for step in steps])),
+    }
+    folder = output_folder(config)
+    if folder is not None:
+        write_files(folder, contents)
     out = console()
     for line in setting_lines(workload):
         out.print(line, highlight=False, markup=False, soft_wrap=True)

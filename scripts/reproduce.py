@@ -11,13 +11,13 @@ pip install 'rlhfless[plot]'. docs/reproduction.md says how verdicts are found.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlhfless.scripts.arguments import hydra_parser, parse
 from rlhfless.traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,14 +65,7 @@ ROWS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the verb."""
-    parser = argparse.ArgumentParser(
-        prog="rlhfless reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Configuration and its values: rlhfless reproduce --cfg job",
-        allow_abbrev=False,
-    )
-    _, overrides = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    _, overrides = parse(hydra_parser("reproduce", __doc__), arguments)
     from rlhfless.scripts.common import hydra_verb
 
     hydra_verb("reproduce", reproduce, overrides)
@@ -110,44 +103,41 @@ def _several(value: Any) -> list[Any]:
 
 def reproduce(config: DictConfig) -> None:
     """Run the reproduction that a configuration describes."""
-    from rlhfless.scripts.common import advance, console, fail, output_folder, progress, write_files
+    from rlhfless.scripts.common import advance, console, output_folder, progress, write_files
     from rlhfless.scripts.reproduce_lab import Lab
     from rlhfless.scripts.reproduce_report import files_of, plot, print_rows
     from rlhfless.scripts.workload import plain
 
+    seeds = int(config.seeds)
+    if config.format not in ("svg", "png"):
+        raise InputError(f"format is {config.format!r}, must be svg or png")
+    numbers, figures = chosen_rows(config.row, config.figure)
+    lab = Lab(seeds, plain(config.options, "options"))
+    rows = []
+    with progress(len(numbers), "reproducing") as bar:
+        for number in numbers:
+            rows.append(ROWS[number].compute(lab))
+            advance(bar)
+    command = " ".join(["rlhfless reproduce", *_shown(config)])
+    contents: dict[str, str | bytes] = dict(files_of(rows, command, seeds, lab.records()))
+    drawn = [figure for row in rows for figure in row.figures if figure.name in figures]
+    missing = ""
     try:
-        seeds = int(config.seeds)
-        if config.format not in ("svg", "png"):
-            raise InputError(f"format is {config.format!r}, must be svg or png")
-        numbers, figures = chosen_rows(config.row, config.figure)
-        lab = Lab(seeds, plain(config.options, "options"))
-        rows = []
-        with progress(len(numbers), "reproducing") as bar:
-            for number in numbers:
-                rows.append(ROWS[number].compute(lab))
-                advance(bar)
-        command = " ".join(["rlhfless reproduce", *_shown(config)])
-        contents: dict[str, str | bytes] = dict(files_of(rows, command, seeds, lab.records()))
-        drawn = [figure for row in rows for figure in row.figures if figure.name in figures]
-        missing = ""
-        try:
-            contents |= {f"figure_{f.name}.{config.format}": plot(f, config.format) for f in drawn}
-        except ImportError:
-            missing = "no plot is drawn, since matplotlib is not installed: pip install 'rlhfless[plot]'"
-        out = console()
-        print_rows(out, rows)
-        folder = output_folder(config)
-        if folder is not None:
-            write_files(folder, contents)
-            shown = sorted(name for name in contents if name.startswith("figure_"))
-            told = ["reproduction.md", *(shown if figures else [])]
-            out.print(
-                f"written: {', '.join(str(folder / name) for name in told)}", highlight=False, soft_wrap=True
-            )
-        if missing:
-            print(f"rlhfless: {missing}", file=sys.stderr)
-    except InputError as error:
-        fail(str(error))
+        contents |= {f"figure_{f.name}.{config.format}": plot(f, config.format) for f in drawn}
+    except ImportError:
+        missing = "no plot is drawn, since matplotlib is not installed: pip install 'rlhfless[plot]'"
+    out = console()
+    print_rows(out, rows)
+    folder = output_folder(config)
+    if folder is not None:
+        write_files(folder, contents)
+        shown = sorted(name for name in contents if name.startswith("figure_"))
+        told = ["reproduction.md", *(shown if figures else [])]
+        out.print(
+            f"written: {', '.join(str(folder / name) for name in told)}", highlight=False, soft_wrap=True
+        )
+    if missing:
+        print(f"rlhfless: {missing}", file=sys.stderr)
 
 
 def _shown(config: DictConfig) -> list[str]:

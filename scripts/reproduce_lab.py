@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhfless.models.scores import Comparison, Interval95, RunScores, compare, interval, step_record
 from rlhfless.policies import Policy, simulate
 from rlhfless.scripts.reproduce_verdicts import less
-from rlhfless.scripts.workload import Workload, build_policy, build_workloads
+from rlhfless.scripts.workload import Workload, build_policy, build_workloads, first_seeds
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import FloatArray
 
@@ -125,7 +125,7 @@ class Lab:
                 }
             )
             _override(config, cell.changes, str(cell))
-            self._workloads[cell] = build_workloads(config, self.seeds)[0]
+            self._workloads[cell] = build_workloads(config, first_seeds(self.seeds))[0]
         return self._workloads[cell]
 
     def runs(self, cell: Cell, policy: str, *changes: str) -> Runs:

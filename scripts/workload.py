@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -98,10 +98,7 @@ def build_setting(config: DictConfig, profile: Profile, cluster: Cluster) -> Set
 
 def build_cluster(config: DictConfig) -> Cluster:
     """Build the cluster that the configuration names."""
-    try:
-        return Cluster.model_validate(plain(config.cluster, "cluster"))
-    except ValidationError as error:
-        raise InputError(f"cluster: {first_problem(error)}") from None
+    return Cluster.parse(plain(config.cluster, "cluster"), "cluster")
 
 
 def build_policy(node: Any, where: str) -> Policy:
@@ -126,10 +123,17 @@ def _call(values: Mapping[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {' '.join(str(cause).split())}") from None
 
 
-def build_workloads(config: DictConfig, seeds: int) -> list[Workload]:
-    """Build the workload of the configuration; several, where it names several logs."""
-    if seeds < 1:
-        raise InputError(f"seeds is {seeds}, must be at least 1")
+def first_seeds(count: int) -> range:
+    """Return the seeds 0, 1, ... of ``count`` runs."""
+    if count < 1:
+        raise InputError(f"seeds is {count}, must be at least 1")
+    return range(count)
+
+
+def build_workloads(config: DictConfig, seeds: Sequence[int]) -> list[Workload]:
+    """Build the workload of the configuration, a trace for each seed; several, where it names several logs."""
+    if min(seeds) < 0:
+        raise InputError(f"seed is {min(seeds)}, must be at least 0")
     values = plain(config.trace, "trace")
     kind = str(values.pop("_target_", ""))
     profile, cluster = build_profile(config), build_cluster(config)
@@ -142,11 +146,11 @@ def build_workloads(config: DictConfig, seeds: int) -> list[Workload]:
     setting = build_setting(config, profile, cluster)
     if kind.endswith("Synthetic"):
         parameters = Synthetic.parse(values, "trace")
-        traces = tuple(generate(parameters, seed) for seed in range(seeds))
+        traces = tuple(generate(parameters, seed) for seed in seeds)
         return [Workload(parameters.name, traces, setting)]
     if kind.endswith("read_trace"):
         trace = read_trace(str(values["path"]))
-        return [Workload(trace.name, (trace,) * seeds, setting)]
+        return [Workload(trace.name, (trace,) * len(seeds), setting)]
     raise InputError(f"trace._target_ is {kind!r}, must be a synthetic preset, file or log")
 
 
@@ -203,11 +207,13 @@ class CalibratedLog:
     calibration: Calibration
 
 
-def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: int) -> CalibratedLog:
+def calibrate_log(
+    path: str, options: Mapping[str, Any], base: Profile, seeds: Sequence[int]
+) -> CalibratedLog:
     """Read a log, rebuild its lengths and fit costs to its stage times.
 
     ``options`` are the keys of ``conf/trace/log.yaml``; ``base`` gives the actor's size and what a log cannot
-    tell (memory, links, functions, prefill, the least time of an iteration).
+    tell (memory, links, functions, prefill, the least time of an iteration). The fit is on seed 0's lengths.
     """
     log = read_verl_log(path)
     gpus = _known(path, "gpus", options["gpus"], log.gpus)
@@ -220,10 +226,11 @@ def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: i
         responses=batch * per_prompt,
         max_running=int(options["max_running"]),
     )
-    traces = []
-    with progress(seeds, f"rebuilding the lengths of {log.name}") as bar:
-        for trace in rebuilt_traces(path, options, range(seeds), log):
-            traces.append(trace)
+    needed = dict.fromkeys([0, *seeds])
+    traces = {}
+    with progress(len(needed), f"rebuilding the lengths of {log.name}") as bar:
+        for seed, trace in zip(needed, rebuilt_traces(path, options, needed, log), strict=True):
+            traces[seed] = trace
             advance(bar)
     calibration = calibrate(
         log,
@@ -232,11 +239,16 @@ def calibrate_log(path: str, options: Mapping[str, Any], base: Profile, seeds: i
         least_iteration_seconds=base.decode.base_seconds[0],
         prefill_token_seconds=base.prefill.token_seconds * base.prefill.gpus / actor_gpus,
     )
-    return CalibratedLog(log, shape, tuple(traces), calibration)
+    return CalibratedLog(log, shape, tuple(traces[seed] for seed in seeds), calibration)
 
 
 def _log_workload(
-    config: DictConfig, path: str, options: Mapping[str, Any], base: Profile, cluster: Cluster, seeds: int
+    config: DictConfig,
+    path: str,
+    options: Mapping[str, Any],
+    base: Profile,
+    cluster: Cluster,
+    seeds: Sequence[int],
 ) -> Workload:
     fitted = calibrate_log(path, options, base, seeds)
     gpus, calibration = fitted.shape.gpus, fitted.calibration

@@ -1,9 +1,13 @@
-"""The options that say what a console log leaves open; three verbs take them."""
+"""What the verbs' command lines have in common, and the options that say what a console log leaves open."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
+
+#: Hydra's own flags with two dashes that stay available.
+HYDRA_FLAGS = ("--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info")
 
 #: Option, type and help. The defaults are those of ``conf/trace/log.yaml``, where the keys have underscores.
 LOG_OPTIONS: dict[str, tuple[type, str]] = {
@@ -17,6 +21,28 @@ LOG_OPTIONS: dict[str, tuple[type, str]] = {
     "prompt-effect": (float, "share of the length variance that lies between prompts (default 0.5)"),
     "family": (str, "distribution of the rebuilt lengths: gamma or lognormal (default gamma)"),
 }
+
+
+def hydra_parser(verb: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a verb that takes Hydra overrides beside its options."""
+    return argparse.ArgumentParser(
+        prog=f"rlhfless {verb}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"Configuration and its values: rlhfless {verb} --cfg job",
+        allow_abbrev=False,
+    )
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options and the overrides; an option that neither the verb nor Hydra knows is refused."""
+    options, overrides = parser.parse_known_args(arguments)
+    unknown = [o for o in overrides if o.startswith("--") and o.split("=")[0] not in HYDRA_FLAGS]
+    if unknown:
+        parser.error(f"no option {unknown[0]}")
+    return options, overrides
 
 
 def add_log_options(parser: argparse.ArgumentParser) -> None:
