@@ -256,7 +256,7 @@ def _advance(  # type: ignore[no-untyped-def]  # pragma: no cover
 _Costs = tuple[FloatArray, FloatArray, int, int, float, float, float, int, bool, bool]
 
 
-def _costs(profile: Profile, options: EngineOptions) -> _Costs:
+def kernel_costs(profile: Profile, options: EngineOptions) -> _Costs:
     """Return the kernel's cost arguments."""
     base, kv = profile.decode_tables
     prefill = profile.prefill
@@ -318,7 +318,7 @@ class DecodePool:
     Parameters
     ----------
     profile
-        Costs; every actor has the profile's shape.
+        Costs, for all actors or one profile each; those then differ in the actors' size only.
     prompt_tokens, response_tokens, group
         One entry per response; ``group`` numbers the prompts from 0, so that responses to one prompt share
         its KV.
@@ -330,13 +330,14 @@ class DecodePool:
     Raises
     ------
     InputError
-        When a response cannot fit the KV capacity of an actor even alone.
+        When a response cannot fit the KV capacity of any actor even alone; when it is added to an actor that it
+        does not fit.
 
     """
 
     def __init__(
         self,
-        profile: Profile,
+        profile: Profile | Sequence[Profile],
         prompt_tokens: IntArray,
         response_tokens: IntArray,
         group: IntArray,
@@ -345,19 +346,13 @@ class DecodePool:
     ) -> None:
         options = options or EngineOptions()
         n = len(prompt_tokens)
-        self.profile = profile
+        self.profiles = [profile] * actors if isinstance(profile, Profile) else list(profile)
+        roomiest = int(np.argmax(self.capacity))
         # Copies, since the kernel is compiled once more for arrays that are read-only.
         self.prompt_tokens = np.array(prompt_tokens, dtype=np.int64)
         self.response_tokens = np.array(response_tokens, dtype=np.int64)
         self.group = np.array(group, dtype=np.int64)
-        capacity = profile.actor.kv_capacity_tokens
-        whole = self.prompt_tokens + self.response_tokens
-        if n and int(whole.max()) > capacity:
-            row = int(np.argmax(whole))
-            raise InputError(
-                f"response {row} needs {whole[row]} KV tokens, an actor of profile {profile.name} "
-                f"holds {capacity}"
-            )
+        self.refuse(np.arange(n), roomiest)
         self.generated = np.zeros(n, dtype=np.int64)
         self.cached = np.zeros(n, dtype=np.int64)
         self.ready = np.zeros(n, dtype=np.float64)
@@ -366,7 +361,11 @@ class DecodePool:
         self._status = np.zeros(n, dtype=np.int8)
         self._finish_iteration = np.zeros(n, dtype=np.int64)
         self._held = np.zeros(int(self.group.max()) + 1 if n else 0, dtype=np.int64)
-        self._costs = _costs(profile, options)
+        self._share_prompt_kv = options.share_prompt_kv
+        if isinstance(profile, Profile):
+            self._costs = [kernel_costs(profile, options)] * actors
+        else:
+            self._costs = [kernel_costs(own, options) for own in self.profiles]
         empty = np.empty(0, dtype=np.int64)
         self._actors = [
             _Actor(np.zeros(_INTEGERS, dtype=np.int64), np.zeros(_FLOATS), empty, empty)
@@ -376,6 +375,28 @@ class DecodePool:
     def __len__(self) -> int:
         return len(self._actors)
 
+    @property
+    def max_running(self) -> IntArray:
+        """How many responses each actor runs at once, shape (actors,)."""
+        return np.array([own.actor.max_running for own in self.profiles], dtype=np.int64)
+
+    @property
+    def capacity(self) -> IntArray:
+        """KV tokens that each actor holds, shape (actors,)."""
+        return np.array([own.actor.kv_capacity_tokens for own in self.profiles], dtype=np.int64)
+
+    def refuse(self, rows: IntArray, actor: int) -> None:
+        """Raise InputError for the largest of the rows, if it does not fit the actor."""
+        profile = self.profiles[actor]
+        whole = self.prompt_tokens[rows] + self.response_tokens[rows]
+        capacity = profile.actor.kv_capacity_tokens
+        if len(rows) and int(whole.max()) > capacity:
+            row = int(np.argmax(whole))
+            raise InputError(
+                f"response {rows[row]} needs {whole[row]} KV tokens, an actor of profile {profile.name} "
+                f"holds {capacity}"
+            )
+
     def start(self, actor: int, time: float) -> None:
         """Set the clock of an actor that has not run yet."""
         self._actors[actor].floats[_CLOCK] = time
@@ -384,6 +405,7 @@ class DecodePool:
         """Append responses to an actor's queue, in admission order; they can be admitted from ``ready`` on."""
         state = self._actors[actor]
         responses = np.asarray(responses, dtype=np.int64)
+        self.refuse(responses, actor)
         active = state.stack[: state.ints[_STACKED]]
         waiting = np.concatenate((state.queue[state.ints[_HEAD] : state.ints[_TAIL]], responses))
         # In front of the queue is room for the running ones, which may be preempted.
@@ -416,7 +438,7 @@ class DecodePool:
             self._status,
             self._finish_iteration,
             self.finish,
-            *self._costs,
+            *self._costs[actor],
             until,
             finished,
         )
@@ -455,8 +477,7 @@ class DecodePool:
     def _counted_tokens(self, running: IntArray) -> int:
         """Return the KV tokens that the running responses count against the capacity."""
         tokens = int(self.generated[running].sum())
-        share_prompt_kv = self._costs[-1]
-        if share_prompt_kv:
+        if self._share_prompt_kv:
             _, first = np.unique(self.group[running], return_index=True)
             return tokens + int(self.prompt_tokens[running[first]].sum())
         return tokens + int(self.prompt_tokens[running].sum())
@@ -523,7 +544,7 @@ def _falling_block(queue, prompt, length, cached, base, kv, max_running, capacit
 
 
 @njit(cache=True)
-def _block_ends(bounds, order, prompt, length, group, cached, costs):  # type: ignore[no-untyped-def]  # pragma: no cover
+def block_ends(bounds, order, prompt, length, group, cached, costs):  # type: ignore[no-untyped-def]  # pragma: no cover
     n = len(prompt)
     ends = np.zeros(len(bounds) - 1)
     generated = np.zeros(n, dtype=np.int64)
@@ -584,8 +605,8 @@ def block_times(
     prompt, group, cached = (np.array(v, dtype=np.int64) for v in (prompt_tokens, group, cached_tokens))
     bounds = np.concatenate(([0], np.cumsum([len(block) for block in blocks]))).astype(np.int64)
     order = np.concatenate(blocks).astype(np.int64)
-    ends: FloatArray = _block_ends(
-        bounds, order, prompt, length, group, cached, _costs(profile, options or EngineOptions())
+    ends: FloatArray = block_ends(
+        bounds, order, prompt, length, group, cached, kernel_costs(profile, options or EngineOptions())
     )
     return ends
 

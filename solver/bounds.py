@@ -1,59 +1,56 @@
-"""Lower bounds that hold for every plan on the same lengths."""
+"""Lower bounds that hold for every plan of a step on the same lengths, whatever it moves, queues or places where."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
 from rlhfless.models.plan import LowerBound
+from rlhfless.models.profile import Profile
 from rlhfless.policies.base import StepView
+from rlhfless.solver.relaxation import alone_seconds, work_seconds
 from rlhfless.traces.trace import FloatArray, IntArray
 
 
 def step_lower_bound(view: StepView, response_tokens: IntArray) -> LowerBound:
     """Bound the generation time and GPU seconds of any plan of a step, prefill and transfers left out.
 
-    With base(b) and kv(b) the decode tables, h the lower convex envelope of base over 1..max_running, T the
-    tokens, L the longest response and I the iterations of all actors together:
+    * The actors' GPUs are held for what all responses take together
+      (:func:`~rlhfless.solver.relaxation.work_seconds`).
+    * The slowest actor takes at least what the slowest single response takes
+      (:func:`~rlhfless.solver.relaxation.alone_seconds`), and all together have the cluster's GPUs.
 
-    * every response needs each of its iterations, so one actor runs at least L of them, and no iteration
-      makes more than max_running tokens: I >= max(L, T / max_running);
-    * the iterations' base time is at least I * h(T / I) (Jensen), smallest at the least I, unless h(b) / b
-      has its minimum at fewer running responses than T / I;
-    * the KV term is at least min kv times the resident tokens that each response's own iterations read,
-      sum over responses of p L + L (L - 1) / 2;
-    * the slowest of N actors takes at least an N-th of all, and at least what the worst single response
-      takes at the smallest base and kv.
-
-    Seconds are those of one decode actor's GPUs; generation has as many actors as the cluster holds.
+    Neither looks at which actor makes a token, so both also hold with migration. Where actors have several sizes,
+    an iteration takes no less than on the fastest, and no fewer GPU seconds than on the cheapest. Tokens that a
+    response has from an earlier step are not made again.
     """
-    profile = view.profile
-    base, kv = (table[1:] for table in profile.decode_tables)
-    length = response_tokens.astype(np.float64)
-    own_resident = view.prompt_tokens * length + length * (length - 1) / 2
-    tokens, most = float(length.sum()), profile.actor.max_running
-    envelope = _lower_convex_envelope(base)
-    running = np.arange(1, most + 1)
-    iterations = max(float(length.max()), tokens / most)
-    cheapest = int(np.argmin(envelope / running))
-    at = min(tokens / iterations, float(running[cheapest]))
-    base_seconds = tokens * float(np.interp(at, running, envelope)) / at
-    work = base_seconds + float(kv.min()) * float(own_resident.sum())
-    alone = float((length * base.min() + kv.min() * own_resident).max())
-    return LowerBound(
-        generation_seconds=max(alone, work / view.most_actors), gpu_seconds=work * profile.actor.gpus
-    )
+    profiles = (view.profile, *view.variants)
+    length = np.asarray(response_tokens, dtype=np.int64)
+    before = np.zeros_like(length) if view.generated is None else view.generated
+    left = np.flatnonzero(length > before)
+    if not len(left):
+        return LowerBound(generation_seconds=0.0, gpu_seconds=0.0)
+    first = view.prompt_tokens[left] + before[left]
+    tokens = (length - before)[left].astype(np.float64)
+    resident = first * tokens + tokens * (tokens - 1) / 2
+    reads = float(max(p.actor.kv_capacity_tokens for p in profiles))
+    if view.options.engine.share_prompt_kv:
+        reads = inf
+    work = work_seconds(*_least_tables(profiles, per_gpu=True), reads, first, tokens, resident)
+    base, kv = _least_tables(profiles, per_gpu=False)
+    last = first + tokens.astype(np.int64)
+    alone = float(alone_seconds(base, kv, first, last, int(first.min())).max())
+    gpus = view.cluster.gpus if len(profiles) > 1 else view.most_actors * view.profile.actor.gpus
+    return LowerBound(generation_seconds=max(alone, work / gpus), gpu_seconds=work)
 
 
-def _lower_convex_envelope(values: FloatArray) -> FloatArray:
-    """Return the largest convex function below ``values`` on 1..n (Andrew's monotone chain)."""
-    x = np.arange(1, len(values) + 1, dtype=np.float64)
-    hull: list[int] = []
-    for i in range(len(values)):
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            if (values[b] - values[a]) * (x[i] - x[a]) < (values[i] - values[a]) * (x[b] - x[a]):
-                break
-            hull.pop()
-        hull.append(i)
-    envelope: FloatArray = np.interp(x, x[hull], values[hull])
-    return envelope
+def _least_tables(profiles: Sequence[Profile], *, per_gpu: bool) -> tuple[FloatArray, FloatArray]:
+    """Return base and kv by running responses that no profile undercuts, in seconds or in GPU seconds."""
+    most = max(profile.actor.max_running for profile in profiles)
+    least = np.full((2, most + 1), inf)
+    for profile in profiles:
+        tables = np.array(profile.decode_tables) * (profile.actor.gpus if per_gpu else 1)
+        least[:, : tables.shape[1]] = np.minimum(least[:, : tables.shape[1]], tables)
+    return least[0], least[1]
