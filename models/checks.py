@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,10 +19,10 @@ class ConservationError(AssertionError):
     """A replay broke one of its own rules: a fault of the toolkit, not of the input."""
 
 
-def violations(outcome: StepOutcome, profile: Profile | None = None) -> list[str]:
+def violations(outcome: StepOutcome, *profiles: Profile) -> list[str]:
     """Return the rules that a step's outcome breaks, one line each (docs/invariants.md numbers them).
 
-    With the ``profile`` that it was replayed on, the limits of an actor are among them.
+    With the ``profiles`` that it was replayed on, the limits of the largest actor are among them.
     """
     found = []
     slack = TOLERANCE * max(outcome.began + outcome.step_seconds, 1.0)
@@ -33,8 +34,8 @@ def violations(outcome: StepOutcome, profile: Profile | None = None) -> list[str
         found.append(f"{int((~np.isfinite(finish)).sum())} responses never finish")
     elif len(finish) and finish.max() > outcome.generation_seconds + slack:
         found.append(f"a response ends at {finish.max()}, generation at {outcome.generation_seconds}")
-    if profile is not None:
-        found += _beyond_limits(outcome, profile)
+    if profiles:
+        found += _beyond_limits(outcome, profiles)
     if outcome.busy_gpu_seconds > outcome.gpu_seconds * (1 + TOLERANCE) + slack:
         found.append(f"busy {outcome.busy_gpu_seconds} GPU seconds exceed billed {outcome.gpu_seconds}")
     parts = sum(outcome.by_function.values())
@@ -66,19 +67,20 @@ def violations(outcome: StepOutcome, profile: Profile | None = None) -> list[str
     return found
 
 
-def _beyond_limits(outcome: StepOutcome, profile: Profile) -> list[str]:
-    shape = profile.actor
+def _beyond_limits(outcome: StepOutcome, profiles: Sequence[Profile]) -> list[str]:
+    max_running = max(profile.actor.max_running for profile in profiles)
+    capacity = max(profile.actor.kv_capacity_tokens for profile in profiles)
     found = []
-    if outcome.peak_running > shape.max_running:
-        found.append(f"an actor runs {outcome.peak_running} responses, may run {shape.max_running}")
-    if outcome.peak_kv_tokens > shape.kv_capacity_tokens:
-        found.append(f"an actor holds {outcome.peak_kv_tokens} KV tokens of {shape.kv_capacity_tokens}")
+    if outcome.peak_running > max_running:
+        found.append(f"an actor runs {outcome.peak_running} responses, may run {max_running}")
+    if outcome.peak_kv_tokens > capacity:
+        found.append(f"an actor holds {outcome.peak_kv_tokens} KV tokens of {capacity}")
     return found
 
 
-def check(outcome: StepOutcome, profile: Profile | None = None) -> StepOutcome:
+def check(outcome: StepOutcome, *profiles: Profile) -> StepOutcome:
     """Return the outcome, or raise ConservationError with every broken rule."""
-    broken = violations(outcome, profile)
+    broken = violations(outcome, *profiles)
     if broken:
         raise ConservationError(f"step {outcome.step}, policy {outcome.policy}: " + "; ".join(broken))
     return outcome

@@ -96,6 +96,7 @@ def online_dispatch(
     only. An actor is released when it has nothing to run and nothing waits.
     """
     starts = [pool.counts(actor).clock for actor in range(len(pool))]
+    most = pool.max_running.tolist()
     queues = [pool.remove(actor)[1] for actor in range(len(pool))]
     true_tokens = pool.response_tokens
     pool.response_tokens = true_tokens.copy()
@@ -115,7 +116,7 @@ def online_dispatch(
         for r in ended:
             queue.ended(r)
         share = -(-queue.unfinished // (len(clocks) + 1))
-        for r in queue.take(min(share, pool.profile.actor.max_running) - len(running[actor])):
+        for r in queue.take(min(share, most[actor]) - len(running[actor])):
             source, tokens, ready = int(last[r]), 0, now
             if pool.generated[r]:
                 tokens = int(pool.prompt_tokens[r] + pool.generated[r])

@@ -81,7 +81,8 @@ def survivors(pool: DecodePool, left: np.ndarray) -> int:
     The larger of what keeps each one's batch where an iteration takes at most :data:`FLAT` times that of one
     response, and what the KV of the responses needs at the instant of the cut.
     """
-    base, _ = pool.profile.decode_tables
+    (profile, *_) = pool.profiles
+    base, _ = profile.decode_tables
     flat = int(np.flatnonzero(base[1:] <= FLAT * base[1])[-1]) + 1
     tokens = int((pool.prompt_tokens[left] + pool.generated[left]).sum())
-    return max(math.ceil(len(left) / flat), math.ceil(tokens / pool.profile.actor.kv_capacity_tokens), 1)
+    return max(math.ceil(len(left) / flat), math.ceil(tokens / profile.actor.kv_capacity_tokens), 1)

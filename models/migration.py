@@ -37,12 +37,13 @@ def decode_actors(
 
 
 @njit(cache=True)
-def _first_cut(owner, assigned, needed, slots, cuttable, wait, partial, since, times):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _first_cut(owner, assigned, needed, slots, capacity, cuttable, wait, partial, since, times):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Return the last completion of the first instant from ``since`` on at which an actor is cut, and the actor.
 
     ``owner`` is each completion's actor in time order. An actor may be cut from its ``needed``-th completion
-    on, as soon as the open slots of the other running actors hold its unfinished responses; unless ``wait``,
-    only at the instant of that completion. Among several, the one with the fewest left goes first.
+    on, as soon as the open slots of the other running actors with no less ``capacity`` hold its unfinished
+    responses; unless ``wait``, only at the instant of that completion. Among several, the one with the fewest
+    left goes first.
     """
     n = len(assigned)
     left = assigned.copy()
@@ -57,15 +58,13 @@ def _first_cut(owner, assigned, needed, slots, cuttable, wait, partial, since, t
         # A controller sees an instant whole: all completions at one time come before its decision.
         if due == 0 or times[event] < since or (event + 1 < len(owner) and times[event + 1] == times[event]):
             continue
-        free = 0
-        for i in range(n):
-            if left[i] > 0:
-                free += max(slots[i] - left[i], 0)
         best = -1
         for i in range(n):
             if cuttable[i] and done[i] >= needed[i] and left[i] > 0:
-                own = max(slots[i] - left[i], 0)
-                room = free - own
+                room = 0
+                for k in range(n):
+                    if k != i and left[k] > 0 and capacity[k] >= capacity[i]:
+                        room += max(slots[k] - left[k], 0)
                 if (left[i] <= room or (partial and room > 0)) and (best < 0 or left[i] < left[best]):
                     best = i
         if best >= 0:
@@ -81,11 +80,8 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
     n = len(pool)
     original = np.bincount(pool.owner, minlength=n)
     assigned = original.copy()
-    slots = (
-        np.minimum(original, pool.profile.actor.max_running)
-        if rule.slots == "assigned"
-        else np.full(n, pool.profile.actor.max_running)
-    )
+    slots = np.minimum(original, pool.max_running) if rule.slots == "assigned" else pool.max_running
+    capacity = pool.capacity
     cuttable = original > 0
     if rule.keep_first:
         cuttable[0] = False
@@ -102,13 +98,24 @@ def _local_cut(pool: DecodePool, rule: Migration, transfer: Transfer, kv_bytes_p
         counted = assigned if rule.count_moved else original
         needed = np.maximum(np.ceil(rule.threshold * counted - 1e-9).astype(np.int64), 1)
         event, source = _first_cut(
-            owner, assigned, needed, slots, cuttable, rule.wait_for_slots, rule.partial, since, times
+            owner,
+            assigned,
+            needed,
+            slots,
+            capacity,
+            cuttable,
+            rule.wait_for_slots,
+            rule.partial,
+            since,
+            times,
         )
         if event < 0:
             break
         since = now = float(times[event])
         left = assigned - np.bincount(owner[: event + 1], minlength=n)
         open_slots = np.where(left > 0, np.maximum(slots - left, 0), 0)
+        # A response fits where as much is held as where it is.
+        open_slots[capacity < capacity[source]] = 0
         open_slots[source] = 0
         whole = left[source] <= open_slots.sum()
         if whole:

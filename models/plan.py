@@ -136,6 +136,7 @@ class _ActorDocument(_Part):
     node: Annotated[int, Field(ge=0)]
     responses: tuple[tuple[str, Annotated[int, Field(ge=0)]], ...]
     prewarm_seconds: Annotated[float, Field(ge=0)] = 0.0
+    keep_alive_seconds: Annotated[float, Field(ge=0)] | None = None
     colocated: bool = False
 
 
@@ -156,6 +157,7 @@ class PlanDocument(_Part):
     overlap_preparation: bool = False
     deliver_prompts: Annotated[int, Field(ge=1)] | None = None
     prewarm: Prewarm | None = None
+    retire_unused: bool = False
     predicted: Predicted | None = None
 
 
@@ -165,7 +167,8 @@ class ActorPlan:
 
     ``colocated``: it sits on the learner's GPUs of its node, so that the new weights are there at once and it
     needs no start-up. ``prewarm_seconds``:
-    how long before the expected end of the learning stage its function is invoked.
+    how long before the expected end of the learning stage its function is invoked. ``keep_alive_seconds``: how
+    long the function stays warm after its release; null: as long as the profile says.
     """
 
     gpus: int
@@ -173,6 +176,7 @@ class ActorPlan:
     responses: IntArray
     prewarm_seconds: float = 0.0
     colocated: bool = False
+    keep_alive_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class Plan:
 
     ``overlap_preparation``: after a global cut, preparation of the responses that are complete begins on the
     GPUs that the cut frees. ``deliver_prompts``: generation ends when so many prompts are complete; the
-    step trains on those only.
+    step trains on those only. ``retire_unused``: decode functions that are still warm and that no actor of this
+    plan calls end when the step begins, whatever is left of their keep-alive.
     """
 
     step: int
@@ -195,6 +200,7 @@ class Plan:
     overlap_preparation: bool = False
     deliver_prompts: int | None = None
     prewarm: Prewarm | None = None
+    retire_unused: bool = False
     predicted: Predicted | None = None
     predicted_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -215,6 +221,7 @@ class Plan:
                     "node": actor.node,
                     "responses": [[ids[prompts[r]], int(samples[r])] for r in actor.responses.tolist()],
                     "prewarm_seconds": actor.prewarm_seconds,
+                    "keep_alive_seconds": actor.keep_alive_seconds,
                     "colocated": actor.colocated,
                 }
                 for number, actor in enumerate(self.actors)
@@ -225,6 +232,7 @@ class Plan:
             "overlap_preparation": self.overlap_preparation,
             "deliver_prompts": self.deliver_prompts,
             "prewarm": None if self.prewarm is None else self.prewarm.model_dump(),
+            "retire_unused": self.retire_unused,
             "predicted": None if self.predicted is None else self.predicted.model_dump(),
         }
 
@@ -268,6 +276,7 @@ def parse_plan(values: Mapping[str, Any], batch: Trace, where: str) -> Plan:
                 responses=np.array(rows, dtype=np.int64),
                 prewarm_seconds=actor.prewarm_seconds,
                 colocated=actor.colocated,
+                keep_alive_seconds=actor.keep_alive_seconds,
             )
         )
     plan = Plan(
@@ -282,6 +291,7 @@ def parse_plan(values: Mapping[str, Any], batch: Trace, where: str) -> Plan:
         overlap_preparation=document.overlap_preparation,
         deliver_prompts=document.deliver_prompts,
         prewarm=document.prewarm,
+        retire_unused=document.retire_unused,
         predicted=document.predicted,
     )
     check_responses(plan, batch, where)

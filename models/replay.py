@@ -8,7 +8,7 @@ its GPUs from its invocation to its release. ``docs/model.md`` lists the approxi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,7 +36,8 @@ class Billing:
 
     ``startup``: from its invocation until it is ready. ``prewarmed_waiting``: from then to the new weights, of
     a function that was called before they existed; waiting for transfers is always billed.
-    ``keep_alive``: while it stays warm after its release, until the next call or the end of its keep-alive.
+    ``keep_alive``: while it stays warm after its release, until the next call or the end of its keep-alive
+    (the profile's, or for decode the plan's).
     ``learner_waiting``: the learner's GPUs in the rest of the step, in which no function holds them.
     """
 
@@ -143,6 +144,28 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
+class WarmFunctions:
+    """Which decode functions are warm when the learning stage before a step begins.
+
+    Attributes
+    ----------
+    seconds_left
+        By GPUs: for how many seconds more each function that has run stays warm unless it is called; 0 for one
+        that has cooled down.
+    others
+        The same of functions that have never run.
+
+    """
+
+    seconds_left: Mapping[Gpus, float]
+    others: float
+
+    def __call__(self, gpus: Gpus) -> float:
+        """Return for how many seconds more the decode function on these GPUs stays warm."""
+        return self.seconds_left.get(gpus, self.others)
+
+
+@dataclass(frozen=True)
 class _Invocation:
     """A function that has been called: GPUs held from ``invoked``, ready to work at ``ready``."""
 
@@ -151,6 +174,31 @@ class _Invocation:
     invoked: float
     ready: float
     cold: bool
+
+
+def profiles_by_size(profile: Profile, variants: Sequence[Profile]) -> dict[int, Profile]:
+    """Return the profiles by the GPUs of their actors, the first one's first.
+
+    Raises
+    ------
+    InputError
+        When a variant is of another model or GPU type, or two have actors of one size.
+
+    """
+    found = {profile.actor.gpus: profile}
+    for variant in variants:
+        if (variant.model, variant.gpu) != (profile.model, profile.gpu):
+            raise InputError(
+                f"profile {variant.name} is of {variant.model} on {variant.gpu}, "
+                f"profile {profile.name} of {profile.model} on {profile.gpu}"
+            )
+        if variant.actor.gpus in found:
+            other = found[variant.actor.gpus].name
+            raise InputError(
+                f"profiles {other} and {variant.name} are both of actors with {variant.actor.gpus} GPUs"
+            )
+        found[variant.actor.gpus] = variant
+    return found
 
 
 class Replay:
@@ -166,6 +214,9 @@ class Replay:
         The stages after generation (``models.stages.stages_of``).
     options
         Choices of the replay.
+    variants
+        Profiles of the same model and GPU type for actors of other sizes. Their decode and prefill costs and
+        actor shapes count, all else is ``profile``'s.
 
     """
 
@@ -175,8 +226,10 @@ class Replay:
         cluster: Cluster,
         stages: Sequence[str],
         options: ReplayOptions | None = None,
+        variants: Sequence[Profile] = (),
     ) -> None:
         self.profile = profile
+        self.by_size = profiles_by_size(profile, variants)
         self.cluster = cluster
         self.stages = tuple(stages)
         self.options = options or ReplayOptions()
@@ -190,9 +243,12 @@ class Replay:
                     f"the cluster has {total} GPUs"
                 )
         self._free = np.zeros(total)
-        # Functions that have run: when each was last released, and which of them have cooled down since.
+        # Functions that have run: when each was last released, its keep-alive where that is not the profile's,
+        # and which of them have cooled down since.
         self._released: dict[tuple[str, Gpus], float] = {}
+        self._kept: dict[tuple[str, Gpus], float] = {}
         self._cooled: set[tuple[str, Gpus]] = set()
+        self._learning_began = 0.0
 
     def step(
         self,
@@ -216,28 +272,77 @@ class Replay:
         """
         check_responses(plan, batch, where)
         for number, actor in enumerate(plan.actors):
-            if actor.gpus != self.profile.actor.gpus:
+            if actor.gpus not in self.by_size:
+                known = ", ".join(own.name for own in self.by_size.values())
+                sizes = ", ".join(map(str, self.by_size))
                 raise InputError(
-                    f"{where}: actor {number} has {actor.gpus} GPUs, profile {self.profile.name} holds for "
-                    f"{self.profile.actor.gpus}"
+                    f"{where}: actor {number} has {actor.gpus} GPUs, profile {known} holds for {sizes}"
                 )
+        profiles = [self.by_size[actor.gpus] for actor in plan.actors]
+        if plan.migration.rule in ("global", "dispatch") and len({actor.gpus for actor in plan.actors}) > 1:
+            raise InputError(
+                f"{where}: actors of several sizes: migration {plan.migration.rule} needs actors of one size"
+            )
         allocation = allocate(plan, self.cluster, where)
         tree = tree or PrefixTree.of(batch)
         try:
             pool = DecodePool(
-                self.profile,
+                profiles,
                 batch.prompt_tokens,
                 batch.response_tokens,
                 tree.group,
                 len(plan.actors),
                 self.options.engine,
             )
+            for number, actor in enumerate(plan.actors):
+                pool.refuse(actor.responses, number)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         if generated is not None:
             pool.generated[:] = generated
         own = self.own_gpus(allocation.rest, where) if plan.preparation == "own" else {}
         return _Step(self, plan, batch, allocation, tree, pool, own).run()
+
+    def warm_functions(self) -> WarmFunctions:
+        """Return the decode functions that are warm when the last learning stage begins (at first: the run)."""
+        at = self._learning_began
+        first = self.profile.functions.keep_alive_seconds - at if self.options.warm_at_start else 0.0
+        return WarmFunctions(
+            {
+                gpus: max(released + self._keep_alive((function, gpus)) - at, 0.0)
+                for (function, gpus), released in self._released.items()
+                if function == "decode"
+            },
+            max(first, 0.0),
+        )
+
+    def branch(self, warm: Sequence[Gpus] | None = None) -> Replay:
+        """Return a copy of the run where it stands, to see what other plans would have done.
+
+        Parameters
+        ----------
+        warm
+            The decode functions that are warm in the copy, until they are called or retired, their keep-alive
+            billed from now on; all others are cold. None: those of the run.
+
+        """
+        other = Replay(
+            self.profile, self.cluster, self.stages, self.options, tuple(self.by_size.values())[1:]
+        )
+        other.now, other.learning_seconds = self.now, self.learning_seconds
+        other._learning_began = self._learning_began
+        other._free = self._free.copy()
+        other._released, other._kept = dict(self._released), dict(self._kept)
+        other._cooled = set(self._cooled)
+        if warm is not None:
+            for key in [key for key in other._released if key[0] == "decode"]:
+                del other._released[key]
+                other._kept.pop(key, None)
+                other._cooled.discard(key)
+            for gpus in warm:
+                other._released["decode", gpus] = self.now
+                other._kept["decode", gpus] = np.inf
+        return other
 
     def own_gpus(self, rest: Gpus, where: str = "plan") -> dict[str, Gpus]:
         """Share out the GPUs that neither actors nor the learner have among the other stages.
@@ -277,7 +382,10 @@ class Replay:
         """Tell whether a function that is invoked at ``at`` is still warm."""
         first = 0.0 if self.options.warm_at_start else None
         released = self._released.get((function, gpus), first)
-        return released is not None and at - released <= self.profile.functions.keep_alive_seconds
+        return released is not None and at - released <= self._keep_alive((function, gpus))
+
+    def _keep_alive(self, key: tuple[str, Gpus]) -> float:
+        return self._kept.get(key, self.profile.functions.keep_alive_seconds)
 
 
 class _Step:
@@ -315,6 +423,8 @@ class _Step:
         run, plan = self.run_, self.plan
         shared = not self.serverless and any(actor.colocated for actor in plan.actors)
         switch = run.options.switch_seconds if shared else 0.0
+        if plan.retire_unused:
+            self._retire_unused()
         prefilled, prefill_tokens = self._prefill(self.began + switch)
         starts, calls = self._start_actors(self.began + switch, prefilled)
         for actor, start in enumerate(starts):
@@ -339,7 +449,7 @@ class _Step:
             release = max(float(decoded.release[actor]), end)
             self._hold(f"decode.{actor}", "busy", gpus, starts[actor], end)
             self._hold(f"decode.{actor}", "wait", gpus, end, release)
-            self._release(calls[actor], gpus, release)
+            self._release(calls[actor], gpus, release, plan.actors[actor].keep_alive_seconds)
         generated = max(end for name, (_, end) in self.times.items() if name.startswith("decode."))
         ended = self._after_generation(generated, decoded, delivered)
         return self._outcome(decoded, delivered, before, generated, ended, prefill_tokens)
@@ -546,23 +656,41 @@ class _Step:
         warm = run._warm(function, gpus, invoked)
         released = run._released.get((function, gpus))
         if released is not None and (function, gpus) not in run._cooled:
-            self.keep_alive += len(gpus) * min(invoked - released, functions.keep_alive_seconds)
+            self.keep_alive += len(gpus) * min(invoked - released, run._keep_alive((function, gpus)))
         startup = functions.warm_start_seconds if warm else functions.cold_start_seconds
         call = _Invocation(name or function, gpus, invoked, invoked + startup, not warm)
         self.invoked.append(call)
         return call
 
-    def _release(self, call: _Invocation | None, gpus: Gpus, at: float) -> None:
+    def _release(
+        self, call: _Invocation | None, gpus: Gpus, at: float, keep_alive: float | None = None
+    ) -> None:
         if call is not None:
-            function = call.function.split(".", 1)[0]
-            self.run_._released[(function, gpus)] = at
-            self.run_._cooled.discard((function, gpus))
+            key = (call.function.split(".", 1)[0], gpus)
+            self.run_._released[key] = at
+            self.run_._cooled.discard(key)
+            if keep_alive is None:
+                self.run_._kept.pop(key, None)
+            else:
+                self.run_._kept[key] = keep_alive
+
+    def _retire_unused(self) -> None:
+        """End the warm decode functions that no actor of the plan calls, as the step begins."""
+        run = self.run_
+        called = {
+            gpus for a, gpus in zip(self.plan.actors, self.allocation.actors, strict=True) if not a.colocated
+        }
+        for key, released in run._released.items():
+            if key[0] == "decode" and key[1] not in called and key not in run._cooled:
+                run._kept[key] = min(run._keep_alive(key), self.began - released)
+                run._cooled.add(key)
+                self.keep_alive += len(key[1]) * run._kept[key]
 
     def _cool_down(self) -> None:
         """Count the keep-alive of functions that were not called again before it ended."""
         run = self.run_
-        keep = run.profile.functions.keep_alive_seconds
         for key, released in run._released.items():
+            keep = run._keep_alive(key)
             if key not in run._cooled and released + keep <= self.began:
                 run._cooled.add(key)
                 self.keep_alive += len(key[1]) * keep
@@ -634,6 +762,7 @@ class _Step:
             by_function["held"] = len(held) * (ended - self.began) - busy
         run.now = ended
         run.learning_seconds = learning_seconds
+        run._learning_began = min((start for start, _ in learning), default=ended)
         return StepOutcome(
             step=plan.step,
             epoch=int(batch.epoch[0]),

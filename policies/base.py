@@ -12,9 +12,18 @@ from rlhfless.models.cluster import Cluster
 from rlhfless.models.plan import Plan
 from rlhfless.models.prefix import PrefixTree
 from rlhfless.models.profile import Profile
-from rlhfless.models.replay import ReplayOptions
+from rlhfless.models.replay import ReplayOptions, WarmFunctions
 from rlhfless.policies.history import LengthHistory
 from rlhfless.traces.trace import IntArray
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """What a policy knows of an earlier step: actors, generation seconds, billed GPU seconds."""
+
+    actors: int
+    generation_seconds: float
+    gpu_seconds: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class StepView:
         The cap on a response.
     profile, cluster, stages, options
         Costs, GPUs, stages after generation, and the choices of the replay.
+    variants
+        Costs of actors of other sizes than the profile's, where there may be such.
     learner_gpus
         How many GPUs the learner has; they begin at GPU 0.
     history
@@ -44,6 +55,11 @@ class StepView:
     learning_seconds
         How long the learning stage of each earlier step took, in order. That of the step just before is not
         among them: it is still under way when a step is planned.
+    past
+        What earlier steps took and cost, in order.
+    warm
+        For how many seconds more the decode function on given GPUs stays warm, counted from the start of the
+        learning stage under way. Where actors get their GPUs: :func:`~rlhfless.models.plan.allocate`.
     rng
         The only source of chance, seeded by run and step.
     generated
@@ -69,6 +85,9 @@ class StepView:
     history: LengthHistory
     learning_seconds: Sequence[float]
     rng: np.random.Generator = field(repr=False)
+    past: Sequence[PastStep] = ()
+    warm: WarmFunctions = field(default_factory=lambda: WarmFunctions({}, 0.0))
+    variants: Sequence[Profile] = ()
     generated: IntArray | None = None
     true_tokens: IntArray | None = None
 

@@ -15,7 +15,7 @@ from rlhfless.models.prefix import PrefixTree
 from rlhfless.models.profile import Profile
 from rlhfless.models.replay import Replay, ReplayOptions, StepOutcome
 from rlhfless.models.stages import stages_of
-from rlhfless.policies.base import Policy, StepView
+from rlhfless.policies.base import PastStep, Policy, StepView
 from rlhfless.policies.history import LengthHistory
 from rlhfless.policies.sampling import AsRecorded, Sampling
 from rlhfless.traces.errors import InputError
@@ -27,12 +27,16 @@ Bound = Callable[[StepView, IntArray], LowerBound]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run happens on: costs, GPUs, the learner's share of them, and the choices of the replay."""
+    """What a run happens on: costs, GPUs, the learner's share of them, and the choices of the replay.
+
+    ``variants`` are profiles of the same model and GPU type for actors of other sizes than the profile's.
+    """
 
     profile: Profile
     cluster: Cluster
     options: ReplayOptions
     learner_gpus: int
+    variants: tuple[Profile, ...] = ()
 
     def stages(self, trace: Trace) -> tuple[str, ...]:
         """Return the stages after generation for the trace's algorithm."""
@@ -76,6 +80,7 @@ def view_of(
         cluster=setting.cluster,
         stages=setting.stages(batch),
         options=setting.options,
+        variants=setting.variants,
         learner_gpus=setting.learner_gpus,
         history=history,
         learning_seconds=learning_seconds,
@@ -99,9 +104,10 @@ def simulate(
 
     """
     stages = setting.stages(trace)
-    replay = Replay(setting.profile, setting.cluster, stages, setting.options)
+    replay = Replay(setting.profile, setting.cluster, stages, setting.options, setting.variants)
     history = LengthHistory(len(trace.prompt_ids))
     learning: list[float] = []
+    past: list[PastStep] = []
     room = setting.profile.actor.kv_capacity_tokens - int(trace.prompt_tokens.max())
     cap = trace.max_response_tokens or max(room, 1)
     oracle = bool(getattr(policy, "sees_true_lengths", False))
@@ -123,6 +129,8 @@ def simulate(
                 learning_seconds=tuple(learning[:-1]),
                 seed=seed,
             ),
+            past=tuple(past),
+            warm=replay.warm_functions(),
             generated=launch.generated,
             true_tokens=batch.response_tokens.copy() if oracle else None,
         )
@@ -137,9 +145,10 @@ def simulate(
             lower = bound(view, plan.predicted_tokens)
             plan = replace(plan, predicted=plan.predicted.model_copy(update={"lower_bound": lower}))
         outcome = replay.step(plan, batch, where, view.tree, launch.generated)
-        check(outcome, setting.profile)
+        check(outcome, setting.profile, *setting.variants)
         history.record(batch if outcome.delivered.all() else batch.select(np.flatnonzero(outcome.delivered)))
         learning.append(outcome.learning_seconds)
+        past.append(PastStep(outcome.actors, outcome.generation_seconds, outcome.gpu_seconds))
         sampler.settle(launch, outcome.delivered, outcome.generated)
         yield SimulatedStep(batch, plan, outcome, planning_seconds)
 
