@@ -9,6 +9,9 @@ from typing import Any
 #: Hydra's own flags with two dashes that stay available.
 HYDRA_FLAGS = ("--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info")
 
+#: The option that starts from a recorded run.
+FROM = "--from"
+
 #: Option, type and help. The defaults are those of ``conf/trace/log.yaml``, where the keys have underscores.
 LOG_OPTIONS: dict[str, tuple[type, str]] = {
     "gpus": (int, "GPUs of the run (default: from the log)"),
@@ -43,6 +46,14 @@ def parse(
     if unknown:
         parser.error(f"no option {unknown[0]}")
     return options, overrides
+
+
+def from_option(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take ``--from FILE``, a ``run.yaml`` to start from, out of the arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog="rlhfless")
+    parser.add_argument(FROM, dest="recorded", metavar="FILE")
+    options, rest = parser.parse_known_args(arguments)
+    return options.recorded, rest
 
 
 def add_log_options(parser: argparse.ArgumentParser) -> None:

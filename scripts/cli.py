@@ -10,6 +10,9 @@ VERBS = {
     "replay": "replay a workload under one policy and write its steps, plans and timeline",
     "plan": "plan one batch and print the plan; nothing is replayed",
     "reproduce": "print the numbers of the RLHFless paper, ours beside them, and plot its figures",
+    "table": "merge replays, sweeps and comparisons into tables with intervals and significance",
+    "figures": "draw figures from the results of a sweep",
+    "train": "train a policy that learns to plan",
     "import": "turn a log, a rollout dump or a length table into a trace file",
     "calibrate": "fit a cost profile to a training log and state its error",
 }

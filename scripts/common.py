@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import difflib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlhfless.traces.errors import InputError
 
 
-def fail(message: str) -> NoReturn:
-    """Print one line to standard error and exit with status 2."""
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Print one line to standard error and exit: with status 2, which says that the input was bad, or another."""
     print(f"rlhfless: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def guarded(function: Callable[[], None]) -> None:
@@ -34,15 +35,21 @@ def guarded(function: Callable[[], None]) -> None:
         function()
     except InputError as error:
         fail(str(error))
+    except MissingConfigException as error:
+        fail(missing_choice(error))
     except (HydraException, OmegaConfBaseException) as error:
-        fail(_reason(error))
+        fail(reason(error))
+    except KeyboardInterrupt:
+        fail("interrupted", status=130)
     except BrokenPipeError:
         # The reader (head, less) has gone; let Python's exit not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Return what an error says, with the cause that Hydra hides behind "Error in call to target"."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}: needs a value"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InputError):
@@ -51,37 +58,59 @@ def _reason(error: BaseException) -> str:
     return "; ".join(line.strip(" ;") for line in str(error).splitlines() if line.strip())
 
 
-def hydra_verb(config: str, task: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
-    """Run ``task`` as a Hydra app with the configuration ``conf/<config>.yaml`` and the given arguments.
+def missing_choice(error: MissingConfigException) -> str:
+    """Say in one line which choice of a configuration group does not exist, and which do."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or ())
+    if not group:
+        return reason(error)
+    return f"{group} {name} does not exist{close_to(name, options)}; {group} is one of {', '.join(options)}"
 
-    Bad input that the task finds ends the command inside the job: an error that leaves a job, Hydra announces in
-    lines of its own.
+
+def close_to(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name that is nearest to a wrong one, where one is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def hydra_verb(
+    verb: str, task: Callable[[DictConfig], Any], arguments: Sequence[str], recorded: str | None = None
+) -> None:
+    """Run a verb as a Hydra app with the configuration ``conf/<verb>.yaml`` and the given arguments.
+
+    ``recorded`` is a ``run.yaml`` whose configuration takes the place of the verb's own. A ``task`` that returns a
+    :class:`rlhfless.scripts.sweep.Run` leaves writing to the caller, which keeps runs whole and sweeps resumable.
     """
-
-    @functools.wraps(task)
-    def refusing(config: DictConfig) -> None:
-        try:
-            task(config)
-        except InputError as error:
-            fail(str(error))
+    from rlhfless.scripts.sweep import Job, is_multirun, prepare, single_threaded
 
     # Hydra then raises its errors instead of printing them over many lines.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    app = hydra.main(version_base="1.3", config_path="pkg://rlhfless.conf", config_name=config)(refusing)
     # A class of the user's own is found in the folder in which the command runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     program = sys.argv
-    sys.argv = [program[0], *arguments]
+
+    def app() -> None:
+        name, given = prepare(verb, arguments, recorded)
+        sys.argv = [program[0], *given]
+        job = Job(verb, task, os.getcwd())
+        with single_threaded() if is_multirun(given) else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path="pkg://rlhfless.conf", config_name=name)(job)()
+
     try:
         guarded(app)
     finally:
         sys.argv = program
 
 
+def in_sweep() -> bool:
+    """Return whether this process runs a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def output_folder(config: DictConfig) -> Path | None:
     """Return where this job writes: its own folder in a multirun, else the option ``out``, else nowhere."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if in_sweep():
         return Path(HydraConfig.get().runtime.output_dir)
     return None if config.out is None else Path(config.out)
 
@@ -112,7 +141,7 @@ def console() -> Console:
 
 
 def progress(total: int, what: str) -> Progress:
-    """Return a progress bar on standard error, shown on a terminal only."""
+    """Return a progress bar on standard error, shown on a terminal only, and not by the jobs of a sweep."""
     bar = Progress(
         TextColumn(what),
         BarColumn(),
@@ -120,7 +149,7 @@ def progress(total: int, what: str) -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
+        disable=in_sweep() or not sys.stderr.isatty(),
     )
     bar.add_task(what, total=total)
     return bar

@@ -3,9 +3,16 @@
     rlhfless replay policy=verl trace=gsm8k_ppo out=out/verl
     rlhfless replay policy._target_=my_package.MyPolicy
     rlhfless replay plans=plans.jsonl trace=file trace.path=run.parquet
+    rlhfless replay -m policy=verl,rlhfless trace=gsm8k_ppo,dapo_math 'seed=range(10)' out=out/sweep
+    rlhfless replay --from out/verl/run.yaml     # the same run again; overrides change it
 
-Writes summary.json (means over the steps), steps.csv (a row a step), plans.jsonl (a plan a step),
-timeline.json (opens in Perfetto) and timings.json (measured planning times, which cannot repeat).
+Writes run.yaml (version, seed and the whole configuration), summary.json (means over the steps), steps.csv (a row
+a step), plans.jsonl (a plan a step), timeline.json (opens in Perfetto), timings.json (measured planning times,
+which cannot repeat), and the tables that figures are drawn from.
+
+-m sweeps: a folder a cell, appearing whole. The same command again goes on where it was stopped.
+hydra/launcher=joblib, submitit_local, submitit_slurm or ray spreads the cells; hydra/sweeper=optuna with
+optimize=step_seconds searches.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhfless.scripts.arguments import from_option
 from rlhfless.scripts.compare import log_overrides
 
 if TYPE_CHECKING:
@@ -24,15 +32,17 @@ if TYPE_CHECKING:
 
     from rlhfless.models.plan import Plan
     from rlhfless.policies import StepView
+    from rlhfless.scripts.sweep import Run
     from rlhfless.traces.trace import Trace
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the verb."""
-    overrides = log_overrides(sys.argv[1:] if arguments is None else arguments, __doc__ or "", "replay")
+    recorded, rest = from_option(sys.argv[1:] if arguments is None else arguments)
+    overrides = log_overrides(rest, __doc__ or "", "replay")
     from rlhfless.scripts.common import hydra_verb
 
-    hydra_verb("replay", replay, own_policy(overrides))
+    hydra_verb("replay", replay, own_policy(overrides), recorded)
 
 
 def own_policy(overrides: Sequence[str]) -> list[str]:
@@ -92,12 +102,13 @@ class RecordedPlans:
         return parse_plan(values, batch, f"{self.path}: line {number}")
 
 
-def replay(config: DictConfig) -> None:
-    """Run the replay that a configuration describes."""
-    from rlhfless.models.scores import RunScores, step_record
+def replay(config: DictConfig) -> Run:
+    """Run the replay that a configuration describes, and return its files."""
+    from rlhfless.models.scores import RunScores
     from rlhfless.policies import simulate
-    from rlhfless.scripts.common import advance, console, output_folder, progress, write_files
-    from rlhfless.scripts.report import csv_text, setting_lines, timeline, timing, to_json, workload_values
+    from rlhfless.scripts.common import advance, progress
+    from rlhfless.scripts.report import replay_files, setting_lines
+    from rlhfless.scripts.sweep import Run
     from rlhfless.scripts.workload import build_policy, build_workloads
     from rlhfless.solver.bounds import step_lower_bound
     from rlhfless.traces.errors import InputError
@@ -117,46 +128,17 @@ def replay(config: DictConfig) -> None:
         for step in simulate(trace, policy, workload.setting, seed=seed, bound=step_lower_bound):
             steps.append(step)
             advance(bar)
-    outcomes = [step.outcome for step in steps]
-    scores = RunScores.of(outcomes)
-    contents = {
-        "summary.json": to_json(
-            {
-                **workload_values(workload),
-                "policy": policy.name,
-                "seed": seed,
-                "steps": scores.steps,
-                "mean": scores.mean,
-                "gpu_seconds_by_function": scores.by_function,
-            }
-        ),
-        "steps.csv": csv_text([step_record(outcome) for outcome in outcomes]),
-        "plans.jsonl": "".join(to_json(step.plan.document(step.batch), indent=None) for step in steps),
-        "timeline.json": timeline(outcomes, workload.setting.cluster.gpus_per_node),
-        "timings.json": to_json(timing([step.planning_seconds for step in steps])),
-    }
-    folder = output_folder(config)
-    if folder is not None:
-        write_files(folder, contents)
-    out = console()
-    for line in setting_lines(workload):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    scores = RunScores.of([step.outcome for step in steps])
     mean = scores.mean
-    out.print(
+    told = (
         f"{policy.name}: {mean['step_seconds']:.2f} s and {mean['gpu_seconds']:.1f} GPU s a step over "
-        f"{scores.steps} steps, {mean['busy_gpu_seconds'] / mean['gpu_seconds']:.0%} busy, "
-        f"{mean['actors']:.1f} actors",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{scores.steps} steps, {mean['busy_gpu_seconds'] / mean['gpu_seconds']:.0%} busy, {mean['actors']:.1f} actors"
     )
-    if folder is not None:
-        out.print(
-            f"written: {', '.join(str(folder / name) for name in contents)}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    return Run(
+        contents=replay_files(workload, policy.name, seed, steps),
+        lines=(*setting_lines(workload), told),
+        scores=mean,
+    )
 
 
 if __name__ == "__main__":

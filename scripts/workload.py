@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -93,7 +94,10 @@ def build_setting(config: DictConfig, profile: Profile, cluster: Cluster) -> Set
     except ValidationError as error:
         raise InputError(f"options: {first_problem(error)}") from None
     learner = config.learner_gpus or profile.stages["update_actor"].gpus
-    return Setting(profile=profile, cluster=cluster, options=options, learner_gpus=int(learner))
+    variants = tuple(cluster.adapt(named_profile(str(name))) for name in config.get("variants") or ())
+    return Setting(
+        profile=profile, cluster=cluster, options=options, learner_gpus=int(learner), variants=variants
+    )
 
 
 def build_cluster(config: DictConfig) -> Cluster:
@@ -113,14 +117,15 @@ def _call(values: Mapping[str, Any], where: str) -> Any:
     try:
         return hydra.utils.instantiate(OmegaConf.create(dict(values)), _convert_="all")
     except Exception as error:
+        # Hydra names the part of the node that failed in the last line of its own message.
+        part = re.search(r"^full_key: (\S+)", str(error), re.MULTILINE)
+        place = f"{where}.{part[1]}" if part else where
         cause: BaseException = error
         while cause.__cause__ is not None and not isinstance(cause, InputError):
             cause = cause.__cause__
-        if isinstance(cause, InputError):
-            raise cause from None
         if isinstance(cause, ValidationError):
-            raise InputError(f"{where}: {first_problem(cause)}") from None
-        raise InputError(f"{where}: {' '.join(str(cause).split())}") from None
+            raise InputError(f"{place}: {first_problem(cause)}") from None
+        raise InputError(f"{place}: {' '.join(str(cause).split())}") from None
 
 
 def first_seeds(count: int) -> range:
