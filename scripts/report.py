@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhfless.models.calibrate import Calibration, Errors
-from rlhfless.models.replay import StepOutcome
-from rlhfless.models.scores import Interval95
-from rlhfless.scripts.comparison import ComparisonResult, PolicyRuns
+from rlhfless.models.scores import Interval95, RunScores, interval, step_record
+from rlhfless.policies.simulate import SimulatedStep
+from rlhfless.scripts.comparison import ComparisonResult, PolicyRuns, function_rows, overhead_rows
+from rlhfless.scripts.records import actor_rows, detail_rows, length_rows
+from rlhfless.scripts.timeline import RunTimeline, trace_events
 from rlhfless.scripts.workload import Workload
 from rlhfless.traces.trace import RunLog
 
@@ -49,7 +51,9 @@ def print_comparison(console: Console, result: ComparisonResult) -> None:
         print_calibration(console, workload.calibration, workload.log)
         for line in replayed_lines(result):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(_table(score_rows(result)))
+    planning = [f"{1e3 * float(np.median(run.planning_seconds)):.1f}" for run in result.runs]
+    rows = [{**row, "plan ms": ms} for row, ms in zip(score_rows(result), planning, strict=True)]
+    console.print(_table(rows))
     if result.comparisons:
         console.print(_table(against_rows(result)))
     for line in delivery_lines(result):
@@ -71,6 +75,13 @@ def score_rows(result: ComparisonResult) -> list[dict[str, str]]:
             "busy": f"{run.summary('busy_gpu_seconds').mean / cost.mean:.0%}",
             "moved": f"{run.summary('migrations').mean:.0f}",
         }
+        if run.above_bound:
+            time, decode = (interval(values) for values in zip(*run.above_bound, strict=True))
+            row["generation above bound"] = f"{time.mean:.0%}"
+            # A serverful pool is billed whole, decoding or not.
+            row["decode above bound"] = "" if decode.mean <= -1 else f"{decode.mean:.0%}"
+        elif any(other.above_bound for other in result.runs):
+            row |= {"generation above bound": "", "decode above bound": ""}
         if profile.usd_per_gpu_hour and profile.kind != "fitted":
             row["USD a step"] = f"{cost.mean * profile.usd_per_gpu_hour / 3600:.4f}"
         rows.append(row)
@@ -205,6 +216,38 @@ def comparison_files(result: ComparisonResult) -> dict[str, str]:
     }
 
 
+def replay_files(
+    workload: Workload, policy: str, seed: int, steps: Sequence[SimulatedStep]
+) -> dict[str, str]:
+    """Return the files of a replay by name; ``timings.json`` alone cannot repeat.
+
+    ``summary.json`` holds the means over the steps, ``steps.csv`` the scores of each, ``details.csv`` where its
+    time went, its lengths and a bound, ``actors.csv`` a row an actor and step, ``lengths.csv`` the histogram of
+    each epoch, ``plans.jsonl`` a plan a step, ``timeline.json`` the GPUs' intervals.
+    """
+    outcomes = [step.outcome for step in steps]
+    scores = RunScores.of(outcomes)
+    return {
+        "summary.json": to_json(
+            {
+                **workload_values(workload),
+                "policy": policy,
+                "seed": seed,
+                "steps": scores.steps,
+                "mean": scores.mean,
+                "gpu_seconds_by_function": scores.by_function,
+            }
+        ),
+        "steps.csv": csv_text([step_record(outcome) for outcome in outcomes]),
+        "details.csv": csv_text(detail_rows(steps, workload.setting)),
+        "actors.csv": csv_text(actor_rows(steps)),
+        "lengths.csv": csv_text(length_rows(steps)),
+        "plans.jsonl": "".join(to_json(step.plan.document(step.batch), indent=None) for step in steps),
+        "timeline.json": trace_events(RunTimeline.of(steps, workload.setting.cluster, policy, seed)),
+        "timings.json": to_json(timing([step.planning_seconds for step in steps])),
+    }
+
+
 def summary(result: ComparisonResult) -> dict[str, Any]:
     """Return everything that was measured over steps and seeds, as plain values."""
     return {
@@ -253,53 +296,14 @@ def timing(seconds: Sequence[float]) -> dict[str, float]:
     return {"planning_seconds_median": float(np.median(seconds)), "planning_seconds_max": float(max(seconds))}
 
 
-def timeline(outcomes: Iterable[StepOutcome], gpus_per_node: int) -> str:
-    """Return the GPUs' intervals in the trace event format that Perfetto and chrome://tracing open.
-
-    One process a node, one thread a GPU; times in microseconds since the run began.
-    """
-    events: list[dict[str, Any]] = []
-    seen: set[int] = set()
-    for outcome in outcomes:
-        for interval in outcome.intervals:
-            for gpu in interval.gpus:
-                seen.add(gpu)
-                events.append(
-                    {
-                        "name": interval.function
-                        if interval.kind == "busy"
-                        else f"{interval.function} {interval.kind}",
-                        "cat": interval.kind,
-                        "ph": "X",
-                        "ts": round(interval.start * 1e6, 3),
-                        "dur": round((interval.end - interval.start) * 1e6, 3),
-                        "pid": gpu // gpus_per_node,
-                        "tid": gpu,
-                        "args": {"step": outcome.step, "policy": outcome.policy},
-                    }
-                )
-    names = [
-        {"name": "process_name", "ph": "M", "pid": node, "args": {"name": f"node {node}"}}
-        for node in sorted({gpu // gpus_per_node for gpu in seen})
-    ] + [
-        {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": gpu // gpus_per_node,
-            "tid": gpu,
-            "args": {"name": f"GPU {gpu}"},
-        }
-        for gpu in sorted(seen)
-    ]
-    return to_json({"displayTimeUnit": "ms", "traceEvents": [*names, *events]}, indent=None)
-
-
 def to_json(values: Any, indent: int | None = 2) -> str:
     """Return JSON text with floats rounded to a fixed number of significant digits."""
     return json.dumps(_rounded(values), indent=indent, allow_nan=False) + "\n"
 
 
 def _rounded(value: Any) -> Any:
+    if type(value) in (str, int):  # almost all of a plan: no need to ask what else it could be
+        return value
     if isinstance(value, float | np.floating):
         return float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -327,27 +331,13 @@ def _report(result: ComparisonResult) -> str:
         told = [*calibration_lines(workload.calibration, workload.log), *replayed_lines(result)]
         parts += ["## Calibration", "", *(f"- {line}" for line in told), ""]
         parts += [*markdown(calibration_rows(workload.calibration)), ""]
-    functions = list(dict.fromkeys(name for run in result.runs for name in run.function_means()))
-    split = [
-        {"policy": run.name, **{name: f"{run.function_means().get(name, 0.0):.1f}" for name in functions}}
-        for run in result.runs
+    parts += ["## Billed GPU seconds a step, by function", "", *markdown(function_rows(result)), ""]
+    parts += [
+        "## GPU seconds a step beside the work, billed or not",
+        "",
+        *markdown(overhead_rows(result)),
+        "",
     ]
-    beside = [
-        {
-            "policy": run.name,
-            **{
-                label: f"{run.summary(name).mean:.1f}"
-                for name, label in (
-                    ("startup_gpu_seconds", "start-up"),
-                    ("prewarmed_waiting_gpu_seconds", "prewarmed waiting"),
-                    ("keep_alive_gpu_seconds", "keep-alive"),
-                )
-            },
-        }
-        for run in result.runs
-    ]
-    parts += ["## Billed GPU seconds a step, by function", "", *markdown(split), ""]
-    parts += ["## GPU seconds a step beside the work, billed or not", "", *markdown(beside), ""]
     parts += ["## Sources", ""]
     parts += [f"- {key}: {text}" for key, text in result.workload.setting.profile.source.items()]
     parts += [f"- trace: {result.workload.traces[0].source}"]
