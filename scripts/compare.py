@@ -4,6 +4,9 @@
     rlhfless compare policy=all cluster=a100_2x8   # without a profile: Qwen2.5-3B on the cluster's GPUs
     rlhfless compare --log run.log.gz --gpus 8 --responses-per-prompt 5 --batch 1024
 
+With ``out`` it writes report.md, report.html (opens without a network: tables, charts, the timeline of every
+step), summary.json, steps.csv and timings.json.
+
 With a log, its lengths and stage times are the workload: a cost profile is fitted to its first quarter, the
 errors on the rest are stated, and every policy is replayed on it. Everything else is a Hydra override; -m
 sweeps.
@@ -91,6 +94,7 @@ def compare(config: DictConfig) -> None:
     """Run the comparison that a configuration describes."""
     from rlhfless.scripts.common import console, output_folder, write_files
     from rlhfless.scripts.comparison import run_comparison
+    from rlhfless.scripts.page_comparison import comparison_page
     from rlhfless.scripts.report import comparison_files, print_comparison
     from rlhfless.scripts.workload import build_workloads, first_seeds
 
@@ -101,8 +105,23 @@ def compare(config: DictConfig) -> None:
         print_comparison(console(), result)
         if out is not None:
             folder = out / workload.name if len(workloads) > 1 else out
-            write_files(folder, comparison_files(result))
-            console().print(f"report: {folder / 'report.md'}")
+            write_files(
+                folder, {**comparison_files(result), "report.html": comparison_page(result, settings(config))}
+            )
+            console().print(f"report: {folder / 'report.md'}, {folder / 'report.html'}", soft_wrap=True)
+
+
+def settings(config: DictConfig) -> str:
+    """Return the configuration of a comparison as YAML, without the policies that it does not select."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    from rlhfless.scripts.comparison import selected
+
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    values["policies"] = {name: values["policies"][name] for name in selected(config)}
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 
 if __name__ == "__main__":
