@@ -3,10 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help run test lint typecheck format bench clean
+.PHONY: help run test test-sweep test-rl test-browser test-extras lint typecheck format bench clean
 
 help:  ## what each target does
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # One stamp a set of extras: with an unchanged pyproject.toml nothing is installed again.
 $(VENV)/.installed: pyproject.toml
@@ -29,6 +29,24 @@ run: $(VENV)/.installed  ## replay the bundled workload under every policy, prin
 
 test: $(VENV)/.installed-test  ## the whole test suite
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+# What needs more than `make test` installs. Of torch, a version that has a build for the CPU.
+$(VENV)/.installed-extras: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[test,sweep,ray,rl,browser]'
+	touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+test-sweep: $(VENV)/.installed-extras  ## sweeps through joblib, submitit and a local Ray cluster, and the Optuna search
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_sweep.py
+
+test-rl: $(VENV)/.installed-extras  ## training with Stable-Baselines3
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_environment.py tests/test_learner.py tests/test_train.py
+
+test-browser: $(VENV)/.installed-extras  ## the HTML report in headless Chromium (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_browser.py
+
+test-extras: test-sweep test-rl test-browser  ## all three
 
 lint: $(VENV)/.installed-lint typecheck  ## ruff, mypy on the built package, import-linter
 	$(BIN)/ruff check .
