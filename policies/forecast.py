@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numba import njit
 
-from rlhfless.models.plan import Migration
+from rlhfless.models.plan import ActorPlan, Learner, Migration, Plan, allocate
 from rlhfless.policies.base import StepView
-from rlhfless.policies.place import Placement
+from rlhfless.policies.place import Placement, Places
 from rlhfless.traces.trace import FloatArray, IntArray
 
 _COLOCATED, _NEAR, _FAR = 0, 1, 2
@@ -40,6 +40,9 @@ class Forecast:
         Where actors go; group 0 of a split is the one with most work.
     lead_seconds
         How long before the learner's end functions are invoked.
+    learning_seconds
+        How long the learning stage under way is expected to take. Where it is given, functions that have cooled
+        down until they are invoked start cold; None: all are warm.
 
     """
 
@@ -48,6 +51,7 @@ class Forecast:
     prefill_seconds: float
     place: Placement
     lead_seconds: float
+    learning_seconds: float | None = None
     _known_starts: dict[int, tuple[FloatArray, IntArray, FloatArray]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -130,6 +134,7 @@ class Forecast:
             min(max((node + 1) * per_node - view.learner_gpus, 0), per_node)
             for node in range(view.cluster.nodes)
         ]
+        warm_seconds = self._warm_seconds(places)
         ready, invoked = np.full((2, actors), self.prefill_seconds)
         link = np.full(actors, _COLOCATED)
         for actor, (node, colocated) in enumerate(places):
@@ -142,10 +147,29 @@ class Forecast:
                 spare[node] -= gpus
                 invoked[actor] = -self.lead_seconds
             weights = profile.links.within_node if near else profile.links.between_nodes
-            ready[actor] = max(invoked[actor] + profile.functions.warm_start_seconds, 0.0) + weights.seconds(
-                profile.memory.weight_bytes
-            )
+            warm = invoked[actor] <= warm_seconds[actor]
+            functions = profile.functions
+            startup = functions.warm_start_seconds if warm else functions.cold_start_seconds
+            ready[actor] = max(invoked[actor] + startup, 0.0) + weights.seconds(profile.memory.weight_bytes)
         return ready, link, invoked
+
+    def _warm_seconds(self, places: Places) -> FloatArray:
+        """Return until when each actor's function stays warm, in seconds since the step's start."""
+        if self.learning_seconds is None:
+            return np.full(len(places), np.inf)
+        view, nothing = self.view, np.empty(0, dtype=np.int64)
+        plan = Plan(
+            step=view.step,
+            policy="",
+            platform="serverless",
+            actors=tuple(
+                ActorPlan(view.profile.actor.gpus, node, nothing, colocated=colocated)
+                for node, colocated in places
+            ),
+            learner=Learner(gpus=view.learner_gpus),
+        )
+        gpus = allocate(plan, view.cluster, "forecast").actors
+        return np.array([view.warm(own) for own in gpus]) - self.learning_seconds
 
 
 @njit(cache=True)

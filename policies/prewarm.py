@@ -39,9 +39,13 @@ class ShortestPast:
 
     def __call__(self, view: StepView) -> tuple[Prewarm | None, float]:
         """Return the expected learning time, and the lead."""
-        past = view.learning_seconds
-        expected = min(past) + self.buffer_seconds if past else None
+        expected = shortest_past(view, self.buffer_seconds)
         lead = self.start_seconds
         if lead is None:
             lead = view.profile.functions.warm_start_seconds
-        return Prewarm(learning_seconds=expected), lead if past else 0.0
+        return Prewarm(learning_seconds=expected), 0.0 if expected is None else lead
+
+
+def shortest_past(view: StepView, buffer_seconds: float = 0.0) -> float | None:
+    """Return the shortest learning stage so far plus a buffer; None before the first is known."""
+    return min(view.learning_seconds) + buffer_seconds if view.learning_seconds else None

@@ -118,7 +118,7 @@ class TailIsolated:
         reference = by_load(work, [tuple(self.reference(work, split, most_reference))])
         times, costs = forecast(self.reference_place)(reference, lengths, self.reference_migration)
         own = forecast(self.place)
-        sweep = _Sweep(work, min(most, len(view)))
+        sweep = Sweep(work, min(most, len(view)))
         candidates = sweep.splits(self.bounds, len(reference[0]))
         candidates = sweep.hopeful(candidates, reference[0], 4 * self.finalists)
         seconds, gpu_seconds = own(candidates, lengths[:1], self.migration)
@@ -201,8 +201,10 @@ def by_load(work: Work, splits: Sequence[Groups]) -> list[Groups]:
     ]
 
 
-class _Sweep:
+class Sweep:
     """The splits of one step that are worth a look, by an affine estimate of their times.
+
+    Shared by the searches over splits: this module's, and the one over scenarios of the lengths.
 
     With iteration time ``a + beta * b + kv * resident``, decoding a group takes ``a * longest`` plus the
     group's own work ``sum of beta * L + kv * (p * L + L * (L - 1) / 2)``, for prompts of p tokens.
@@ -264,21 +266,28 @@ class _Sweep:
 
     def hopeful(self, splits: Sequence[Groups], reference: Groups, most: int) -> list[Groups]:
         """Return up to ``most`` splits that may be as good as the reference, with groups in falling order."""
-        splits = [reference, *splits]
+        ordered, time, cost = self.estimate([reference, *splits])
+        rating = np.maximum(time / time[0], cost / cost[0])[1:]
+        best = np.argsort(rating, kind="stable")[:most]
+        kept = [i + 1 for i in best.tolist() if rating[i] <= _HOPELESS] or [int(best[0]) + 1]
+        return [ordered[i] for i in kept]
+
+    def estimate(self, splits: Sequence[Groups]) -> tuple[list[Groups], FloatArray, FloatArray]:
+        """Return splits with their groups in falling order of time, and time and cost of each, all affine.
+
+        Time is that of the slowest group in seconds, cost the sum of all.
+        """
         counts = [len(groups) for groups in splits]
         rows = np.concatenate([rows for groups in splits for rows in groups])
         sizes = np.array([len(rows) for groups in splits for rows in groups])
         starts = np.cumsum(sizes) - sizes
         load = np.maximum.reduceat(self._longest[rows], starts) + np.add.reduceat(self._own[rows], starts)
         first = np.cumsum(counts) - np.array(counts)
-        time, cost = np.maximum.reduceat(load, first), np.add.reduceat(load, first)
-        rating = np.maximum(time / time[0], cost / cost[0])[1:]
-        best = np.argsort(rating, kind="stable")[:most]
-        kept = [i + 1 for i in best.tolist() if rating[i] <= _HOPELESS] or [int(best[0]) + 1]
-        return [
-            tuple(splits[i][j] for j in np.argsort(-load[first[i] : first[i] + counts[i]], kind="stable"))
-            for i in kept
+        ordered = [
+            tuple(groups[j] for j in np.argsort(-load[start : start + count], kind="stable"))
+            for groups, start, count in zip(splits, first.tolist(), counts, strict=True)
         ]
+        return ordered, np.maximum.reduceat(load, first), np.add.reduceat(load, first)
 
 
 def _even(n: int, sizes: FloatArray) -> list[int]:

@@ -78,8 +78,15 @@ def quoted(text: str) -> str:
 
 
 def policy_overrides(overrides: Sequence[str]) -> list[str]:
-    """Let ``policy=`` choose from the policies, and ``policy._target_=`` add one of the user's own."""
-    renamed = {"policy=": "select=", "policy.": "++policies.own."}
+    """Let ``policy=`` choose from the policies; ``policy.<key>=`` changes the one that is chosen.
+
+    Where none or several are chosen, ``policy._target_=`` and its arguments add one of the user's own.
+    """
+    chosen = [o.removeprefix("policy=") for o in overrides if o.startswith("policy=")]
+    named = chosen[-1].strip("[]") if chosen else ""
+    one = bool(named) and "," not in named and named != "all"
+    own = f"policies.{named}." if one else "++policies.own."
+    renamed = {"policy=": "select=", "policy.": own}
 
     def rename(override: str) -> str:
         for old, new in renamed.items():

@@ -18,6 +18,7 @@ from numba import njit
 
 from rlhfless.models.decode import block_ends, kernel_costs
 from rlhfless.solver.objective import Objective
+from rlhfless.solver.pricing import PricedRelaxation
 from rlhfless.solver.problem import Partition, Problem, Solution
 from rlhfless.solver.relaxation import Relaxation, planes
 from rlhfless.traces.errors import InputError
@@ -31,6 +32,9 @@ _SWEEP = 32
 
 #: Places of cuts that the best contiguous split is found among.
 _EDGES = 192
+
+#: Times near which a tighter bound is sought.
+_ROUNDS = 3
 
 #: Moves between two looks at the clock.
 _CHUNK = 1000
@@ -663,6 +667,7 @@ def solve(
     seed: int = 0,
     hint: Partition | None = None,
     gap: float = 1e-4,
+    tighten: bool = False,
 ) -> Solution:
     """Search a partition with a small objective, and prove how far it is from the best.
 
@@ -684,6 +689,9 @@ def solve(
         A partition to start from as well.
     gap
         The search ends at this gap.
+    tighten
+        Spend half of the time on a tighter bound (:class:`~rlhfless.solver.pricing.PricedRelaxation`), where
+        there is more to gain than from the search: iteration times that are not affine, and waves.
 
     """
     began = time.perf_counter()
@@ -738,11 +746,12 @@ def solve(
     weights = np.array([objective.time_weight, objective.cost_weight])
     limits = np.array([objective.time_limit, objective.cost_limit])
     owner, done, rng = _owners(problem, best, kinds), 0, np.random.default_rng(seed)
-    while not good_enough() and (moves is None or done < moves) and time.perf_counter() - began < seconds:
+    searching = seconds / 2 if tighten else seconds
+    while not good_enough() and (moves is None or done < moves) and time.perf_counter() - began < searching:
         chunk = _CHUNK if moves is None else min(_CHUNK, moves - done)
         spent = time.perf_counter() - began
         # The temperature ends a thousand times lower, after all moves or at the end of the time.
-        share = done / moves if moves is not None else spent / seconds
+        share = done / moves if moves is not None else spent / searching
         heat = _HEAT * 1e-3**share
         found, owner = _anneal(
             rng, chunk, owner, kinds, starts, helds, gpus, weights, limits, tokens, costs, heat
@@ -753,6 +762,19 @@ def solve(
         if trial < value:
             best, value = partition, trial
             progress.append((time.perf_counter() - began, value, bound))
+    times: tuple[float, ...] = (problem.evaluate(best)[0],)
+    left, round_seconds = began + seconds - time.perf_counter(), 0.1 * seconds
+    while tighten and not good_enough() and left > round_seconds and len(times) <= _ROUNDS:
+        # Prices near the best partition first, then wherever the bound is lowest.
+        priced = PricedRelaxation(problem, times, best, search_seconds=left / (2 * _ROUNDS))
+        if not priced.worth_it:
+            break
+        tighter, promising = priced.minimum(objective, upper=value, precision=5e-4)
+        bound = max(bound, tighter)
+        progress.append((time.perf_counter() - began, value, bound))
+        times = (*times, promising)
+        before, left = left, began + seconds - time.perf_counter()
+        round_seconds = before - left
     if value == inf:
         return Solution(
             "unknown", None, inf, inf, inf, bound, inf, time.perf_counter() - began, tuple(progress),

@@ -258,7 +258,7 @@ def _climbing(base, kv, slots, columns, capacity, shortest, longest, knots, top)
 
 
 @njit(cache=True)
-def _held(climbed, e, leaders, j, end):  # type: ignore[no-untyped-def]  # pragma: no cover
+def held(climbed, e, leaders, j, end):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Return how many responses of at least segment e's level groups with these leaders can hold by ``end``."""
     most, count = climbed.shape[1] - 1, 0
     for k in range(j):
@@ -297,7 +297,7 @@ def _queueing(  # type: ignore[no-untyped-def]  # pragma: no cover
     leaders = np.zeros(most, dtype=np.int64)
     j, e = 1, 0
     while e < len(top):
-        refused = alive[e] > _held(climbed, e, leaders, j, ends[1])
+        refused = alive[e] > held(climbed, e, leaders, j, ends[1])
         for z in range(len(psi)):
             if refused:
                 break
@@ -421,7 +421,7 @@ def _all_running(ends, top, alive, knots, climbed, costs, envelopes, sums, extra
             if knots[g] >= top[e]:
                 break
         taken = acc + extra[e] + _below(top[e], knots, values)
-        if taken > ends[j] * (1 + 1e-12) or alive[e] > _held(climbed, e, leaders, j, ends[1]):
+        if taken > ends[j] * (1 + 1e-12) or alive[e] > held(climbed, e, leaders, j, ends[1]):
             j += 1
             if j > most:
                 return np.inf
@@ -529,27 +529,44 @@ class Relaxation:
         return all(len(length) <= p.max_running and whole <= p.kv_capacity_tokens for p in profiles)
 
     @cached_property
+    def _reads(self) -> FloatArray:
+        """Resident tokens of each response summed over its levels, every prompt counted as the shortest."""
+        length, prompt = self._sorted
+        tokens = length.astype(np.float64)
+        reads: FloatArray = int(prompt.min()) * tokens + tokens * (tokens - 1) / 2
+        return reads
+
+    @cached_property
+    def _fitted(self) -> FloatArray:
+        """Planes under the iteration time."""
+        base, kv, _, reads, _ = self._tables
+        length, prompt = self._sorted
+        high = int((prompt + length).max())
+        resident = float((self._reads + (prompt - prompt.min()) * length).sum())
+        return planes(base, kv, reads, int(prompt.min()), high, float(length.sum()), resident)
+
+    @cached_property
+    def _joining(self) -> FloatArray:
+        """Prices of the responses by plane, in a group with levels; what a prompt is longer pays the least kv rate."""
+        length, prompt = self._sorted
+        beyond = self._tables[1][1:].min() * (prompt - prompt.min()) * length
+        join: FloatArray = self._fitted[:, 1:2] * length + self._fitted[:, 2:] * self._reads + beyond
+        return join
+
+    @cached_property
     def _priced(self):  # type: ignore[no-untyped-def]
         """Prices and slack tables of the relaxation with waiting."""
         base, kv, capacity, reads, _ = self._tables
         length, prompt = self._sorted
         knots, _, alive, _ = self._levels
-        tokens = length.astype(np.float64)
-        resident = prompt * tokens + tokens * (tokens - 1) / 2
-        shortest, longest = int(prompt.min()), int(prompt.max())
-        high = int((prompt + length).max())
-        fitted = planes(base, kv, reads, shortest, high, float(tokens.sum()), float(resident.sum()))
-        most = len(base) - 1
-        # The levels' prices count every prompt as the shortest; the rest of it reads at the least kv rate.
-        at_least = shortest * tokens + tokens * (tokens - 1) / 2
-        beyond = kv[1:].min() * (prompt - shortest) * tokens
-        alone = fitted[:, :1] * 0
-        bare = np.concatenate((alone, fitted[:, 1:]), axis=1)
+        shortest, longest, most = int(prompt.min()), int(prompt.max()), len(base) - 1
+        fitted, join = self._fitted, self._joining
+        bare = np.concatenate((fitted[:, :1] * 0, fitted[:, 1:]), axis=1)
         by_tokens = bare + fitted[:, :1] * np.array([0.0, 1 / most, 0.0])
         by_capacity = bare + fitted[:, :1] * np.array([0.0, 1 / reads, 1 / reads])
         without = np.concatenate((by_tokens, by_capacity))
-        join = fitted[:, 1:2] * tokens + fitted[:, 2:] * at_least + beyond
-        other = without[:, 1:2] * tokens + without[:, 2:] * resident
+        resident = self._reads + (prompt - shortest) * length
+        other = without[:, 1:2] * length + without[:, 2:] * resident
         other = other[np.argsort(-other.sum(axis=1), kind="stable")[:3]]
         few = min(_FEW, self.problem.actors)
         tables = [

@@ -251,7 +251,7 @@ def test_512_responses_on_eight_actors_are_optimal_to_a_ten_thousandth() -> None
     lengths = np.minimum(rng.lognormal(np.log(250), 0.6, 512), 2048).astype(np.int64) + 1
     problem = Problem(rng.integers(50, 150, 512), lengths, (ActorKind(affine(), 8),))
     objective = Goal("ratio", 0.7).resolve(*reference(problem))
-    bound = Relaxation(problem).bound(objective, precision=1e-5)
+    bound = Relaxation(problem).minimum(objective, precision=1e-5)[0]
     found = solve_assignment(problem, objective, seconds=60, work=5, bound=bound, resolution=1e-4)
     assert found.status == "optimal"
     assert found.gap <= 1e-4

@@ -41,6 +41,8 @@ from rlhfless.policies import (
     simulate,
 )
 from rlhfless.solver.bounds import step_lower_bound
+from rlhfless.solver.horizon import HorizonPolicy
+from rlhfless.solver.learned import Learned
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import Trace
 
@@ -223,6 +225,8 @@ def test_invariant_08_serverful_gpus_are_held_for_the_whole_step(case: Case) -> 
 @given(case=cases())
 def test_invariant_09_billing_switches_change_only_what_they_name(case: Case) -> None:
     assume(not changes_batches(case.policy))
+    # Policies that plan keep-alive by what it costs decide otherwise under other switches.
+    assume(not isinstance(case.policy, Learned | HorizonPolicy))
     names = {
         "startup": "startup_gpu_seconds",
         "prewarmed_waiting": "prewarmed_waiting_gpu_seconds",
@@ -565,7 +569,7 @@ def test_invariant_21_faster_iterations_delay_no_response(
     def finish(base: list[float], kv: list[float], scale: float) -> np.ndarray:
         cost = profile(
             actor=shape,
-            decode={"batch": [1, 4, 16], "base_seconds": base, "kv_token_seconds": kv},
+            decode={"batch": [1, 4, 64], "base_seconds": base, "kv_token_seconds": kv},
             prefill__token_seconds=1e-3 * scale,
         )
         return decode_one(cost, prompt, length, np.arange(n) // 2)[0]

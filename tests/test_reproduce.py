@@ -306,8 +306,8 @@ def test_without_matplotlib_the_points_are_there_and_one_line_says_what_is_missi
     [
         ("row=17", "row 17 does not exist; rows are 1 to 16"),
         ("figure=15d", "figure 15d is not reproduced; figures are 10, "),
-        ("format=gif", "format is 'gif', must be svg or png"),
-        ("seeds=0", "seeds is 0, must be at least 1"),
+        ("format=gif", "format: Input should be 'svg' or 'png' (got 'gif')"),
+        ("seeds=0", "seeds: Input should be greater than or equal to 1 (got 0)"),
         ("options.engine.no_such=1", "no_such"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlhfless.models.decode import EngineOptions
 from rlhfless.models.profile import Profile
+from rlhfless.scripts.workload import named_profile
 from rlhfless.solver.objective import Goal, Objective, pareto
 from rlhfless.solver.partition import (
     EXHAUSTIVE,
@@ -25,6 +26,7 @@ from rlhfless.solver.partition import (
     solve,
     threshold_sweep,
 )
+from rlhfless.solver.pricing import PricedRelaxation
 from rlhfless.solver.problem import ActorKind, Partition, Problem
 from rlhfless.solver.relaxation import Relaxation, highest_plane
 from rlhfless.traces.errors import InputError
@@ -161,6 +163,30 @@ def test_no_partition_beats_the_relaxation(problem: Problem) -> None:
         least = float(objective.value(seconds, gpu_seconds).min())
         if np.isfinite(least):
             assert relaxation.bound(objective) - objective.offset <= (least - objective.offset) * BELOW
+
+
+@settings(max_examples=20, deadline=None)
+@given(problem=problems())
+def test_no_partition_beats_the_priced_relaxation(problem: Problem) -> None:
+    """Prices that are sought at two times hold at all times."""
+    seconds, gpu_seconds = every_outcome(problem)
+    times = (float(seconds.min()), float(np.median(seconds)))
+    relaxation = PricedRelaxation(problem, times, search_seconds=0.05)
+    assert relaxation.seconds <= seconds.min() * BELOW
+    for time in np.unique(seconds)[:: max(len(seconds) // 8, 1)]:
+        assert relaxation.gpu_seconds(time * (1 + 1e-9)) <= gpu_seconds[seconds <= time].min() * BELOW
+
+
+def test_prices_tighten_a_measured_table() -> None:
+    """H100 iteration times rise in steps; prices close part of what levels leave open at a good partition."""
+    cost = named_profile("h100_qwen2.5-7b_tp2")
+    length = lognormal(600, 0, median=400, cap=8192)
+    prompt = np.random.default_rng(1).integers(60, 200, 600)
+    problem = Problem(prompt, length, (ActorKind(cost, 8),))
+    found = solve(problem, Goal("ratio").resolve(*reference(problem)), seconds=120, moves=2000)
+    relaxation = PricedRelaxation(problem, (found.seconds,), found.partition, search_seconds=10.0)
+    left = found.gpu_seconds - Relaxation(problem).gpu_seconds(found.seconds)
+    assert 0 <= found.gpu_seconds - relaxation.gpu_seconds(found.seconds) <= 0.8 * left
 
 
 @settings(max_examples=15, deadline=None)
