@@ -38,10 +38,10 @@ $(VENV)/.installed-extras: pyproject.toml
 	touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 test-sweep: $(VENV)/.installed-extras  ## sweeps through joblib, submitit and a local Ray cluster, and the Optuna search
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_sweep.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow tests/test_sweep.py
 
 test-rl: $(VENV)/.installed-extras  ## training with Stable-Baselines3
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_environment.py tests/test_learner.py tests/test_train.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -k ppo tests/test_learner.py
 
 test-browser: $(VENV)/.installed-extras  ## the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_browser.py
@@ -67,6 +67,7 @@ format: $(VENV)/.installed-lint  ## let ruff rewrite the layout
 bench: $(VENV)/.installed-test  ## how fast the replay and the planning are
 	$(BIN)/python tests/bench_replay.py
 	$(BIN)/python tests/bench_planning.py
+	$(BIN)/python tests/bench_solver.py
 
 clean:  ## remove everything that was made here
 	rm -rf $(VENV) build dist out outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -84,7 +84,8 @@ def policy_overrides(overrides: Sequence[str]) -> list[str]:
     """
     chosen = [o.removeprefix("policy=") for o in overrides if o.startswith("policy=")]
     named = chosen[-1].strip("[]") if chosen else ""
-    one = bool(named) and "," not in named and named != "all"
+    added = any(o.startswith("policy._target_=") for o in overrides)
+    one = bool(named) and "," not in named and named != "all" and not added
     own = f"policies.{named}." if one else "++policies.own."
     renamed = {"policy=": "select=", "policy.": own}
 

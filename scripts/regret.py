@@ -227,12 +227,17 @@ class Regret:
 
 
 def ratio_interval(part: FloatArray, whole: FloatArray) -> Interval95:
-    """Return the ratio of two means over the same steps, with its 95 % bootstrap interval (percentiles, paired)."""
+    """Return the ratio of two means over the same steps, with its 95 % bootstrap interval (percentiles, paired).
+
+    Draws in which the whole is 0 are left out.
+    """
     value = float(part.mean() / whole.mean())
     if len(part) < 2:
         return Interval95(value, value, value)
     draws = np.random.default_rng(0).integers(0, len(part), (4000, len(part)))
-    low, high = np.quantile(part[draws].mean(axis=1) / whole[draws].mean(axis=1), (0.025, 0.975))
+    parts, wholes = part[draws].mean(axis=1), whole[draws].mean(axis=1)
+    some = wholes != 0
+    low, high = np.quantile(parts[some] / wholes[some], (0.025, 0.975))
     return Interval95(value, float(low), float(high))
 
 
@@ -440,7 +445,7 @@ def foretold(case: Case, model: LengthModel, draws: int) -> tuple[FloatArray, Fl
 
 
 def cuts(cases: Sequence[Case]) -> str:
-    """Return the mean values of the goal ``ratio`` by the threshold of the cut, scored on that of 0.9."""
+    """Return the means of the goal ``ratio`` by the threshold of the cut; each refers to even splits with its own."""
     table = []
     for case in cases:
         steps = {threshold: play(case, (f"migration.threshold={threshold}",))[0] for threshold in THRESHOLDS}
@@ -457,7 +462,8 @@ def _signed(value: Interval95) -> str:
 def _percent(value: Interval95 | None) -> str:
     if value is None:
         return "-"
-    return f"{100 * value.mean:.0f} [{100 * value.low:.0f}, {100 * value.high:.0f}]"
+    mean, low, high = (round(100 * x) for x in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]"
 
 
 def _table(head: str, rows: Sequence[Sequence[str]]) -> str:

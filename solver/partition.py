@@ -31,16 +31,16 @@ EXHAUSTIVE = 13
 _SWEEP = 32
 
 #: Places of cuts that the best contiguous split is found among.
-_EDGES = 192
+_EDGES = 256
 
 #: Times near which a tighter bound is sought.
-_ROUNDS = 3
+_ROUNDS = 2
 
 #: Moves between two looks at the clock.
 _CHUNK = 1000
 
 #: Temperature of the annealing at its start, relative to the objective.
-_HEAT = 1e-3
+_HEAT = 1e-4
 
 
 def even_splits(problem: Problem, counts: Iterable[int] | None = None) -> list[Partition]:
@@ -711,7 +711,7 @@ def solve(
         known = [_first_fit(problem, kinds)]
     values = [float(objective.value(*problem.evaluate(p))) for p in known]
     best, value = known[int(np.argmin(values))], min(values)
-    bound, promising = relaxation.minimum(objective, upper=value)
+    bound, promising = relaxation.minimum(objective, upper=value, precision=min(max(gap, 1e-7), 1e-4))
     if bound == inf:
         cheapest = relaxation.gpu_seconds(objective.time_limit)
         return _infeasible(
@@ -732,8 +732,10 @@ def solve(
 
     if seconds > 0 and not good_enough():
         # Later than this, time alone makes a partition worse than the best known.
-        worth = (value - objective.offset) / objective.time_weight if objective.time_weight else inf
-        edges = _EDGES if len(problem) <= 2048 else _EDGES // 2
+        cheapest = objective.cost_weight * relaxation.gpu_seconds(objective.time_limit)
+        spare = value - objective.offset - cheapest
+        worth = spare / objective.time_weight if objective.time_weight else inf
+        edges = _EDGES if len(problem) <= 2048 else 3 * _EDGES // 4
         blocks = contiguous(problem, objective, edges=edges, latest=worth)
         trial = inf if blocks is None else float(objective.value(*problem.evaluate(blocks)))
         if blocks is not None and trial < value:

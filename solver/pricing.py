@@ -35,14 +35,14 @@ from rlhfless.traces.trace import BoolArray, FloatArray, IntArray
 _MULTIPLIERS = (0.0, 0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.2, 3.5, 6.0)
 
 #: Places at which prices may bend, evenly spread over the responses and again over the logarithm of their lengths.
-_BENDS = 8
+_BENDS = 16
 
 #: Shares of the best prices, and of a plane's iterations turned into prices, that are tried as well.
 _SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)
 _TURNED = (0.0, 0.3, 0.6, 1.0)
 
 #: Weight of the best prices so far in the next ones, and groups generated at most in one round.
-_SMOOTHING, _GROUPS = 0.5, 16
+_SMOOTHING, _GROUPS = 0.8, 16
 
 #: More numbers than this in the tables of a problem are too many to price with.
 _LARGEST = 3_000_000

@@ -56,7 +56,7 @@ def gaps(found: Solution, offset: float) -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table. On measured iteration times, half of the time goes to the tighter bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of a search (default 30)")
     parser.add_argument("--profile", nargs="+", default=["l40s_qwen2.5-3b_tp2", "h100_qwen2.5-7b_tp2"])
@@ -66,18 +66,19 @@ def main() -> None:
     )
     for cost in (affine(), *map(named_profile, options.profile)):
         for name, (median, spread) in LENGTHS.items():
-            for n, actors in SIZES:
+            for n, actors in SIZES if cost.name.startswith("affine") else SIZES[2:]:
                 problem = drawn(cost, n, actors, median, spread)
                 # Compiled kernels are cached on disk, but the first call loads them.
                 objective = Goal("ratio").resolve(*reference(problem))
                 solve(problem, objective, seconds=0)
-                found = solve(problem, objective, seconds=options.seconds)
+                found = solve(problem, objective, seconds=options.seconds, tighten=True)
                 where = (cost.name, name, f"{n} x {actors}", "ratio 0.7")
                 table.add_row(
                     "partition", *where, *gaps(found, objective.offset), f"{found.solve_seconds:.1f}"
                 )
                 if n <= 512:
-                    hint, bound = solve(problem, objective, seconds=0), Relaxation(problem).bound(objective)
+                    hint = solve(problem, objective, seconds=0)
+                    bound, _ = Relaxation(problem).minimum(objective, precision=1e-6)
                     exact = solve_assignment(
                         problem,
                         objective,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlhfless.models.decode import EngineOptions
 from rlhfless.models.profile import Profile
 from rlhfless.scripts.workload import named_profile
+from rlhfless.solver.assignment import solve_assignment
 from rlhfless.solver.objective import Goal, Objective, pareto
 from rlhfless.solver.partition import (
     EXHAUSTIVE,
@@ -266,6 +267,19 @@ def test_affine_times_leave_almost_no_gap(seed: int) -> None:
     objective = Goal("ratio").resolve(*reference(problem))
     found = solve(problem, objective, seconds=0)
     assert found.gap <= 1e-3
+
+
+@pytest.mark.parametrize(("n", "actors", "seed"), [(12, 3, 0), (24, 3, 1), (40, 4, 0), (64, 4, 2)])
+def test_the_integer_program_finds_the_same_optimum(n: int, actors: int, seed: int) -> None:
+    """CP-SAT proves its optimum by its own model; the search proves its own by the relaxation."""
+    cost = affine(0.02, 1e-3, 512)
+    problem = Problem(np.full(n, 100), lognormal(n, seed), (ActorKind(cost, actors),))
+    objective = Goal("ratio").resolve(*reference(problem))
+    program = solve_assignment(problem, objective, seconds=60, resolution=1e-5)
+    assert program.status == "optimal"
+    found = solve(problem, objective, seconds=60, moves=20_000, gap=3e-5)
+    assert found.status == "optimal"
+    assert program.value == pytest.approx(found.value, rel=4e-5)
 
 
 def test_affine_cost_is_leaders_plus_work() -> None:
