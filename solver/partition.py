@@ -39,8 +39,8 @@ _ROUNDS = 2
 #: Moves between two looks at the clock.
 _CHUNK = 1000
 
-#: Temperature of the annealing at its start, relative to the objective.
-_HEAT = 1e-4
+#: Temperature of the annealing at its start, relative to the objective, for up to so many responses; more get a tenth.
+_HEAT, _FEW_RESPONSES = 1e-3, 2048
 
 
 def even_splits(problem: Problem, counts: Iterable[int] | None = None) -> list[Partition]:
@@ -735,7 +735,7 @@ def solve(
         cheapest = objective.cost_weight * relaxation.gpu_seconds(objective.time_limit)
         spare = value - objective.offset - cheapest
         worth = spare / objective.time_weight if objective.time_weight else inf
-        edges = _EDGES if len(problem) <= 2048 else 3 * _EDGES // 4
+        edges = _EDGES if len(problem) <= _FEW_RESPONSES else 3 * _EDGES // 4
         blocks = contiguous(problem, objective, edges=edges, latest=worth)
         trial = inf if blocks is None else float(objective.value(*problem.evaluate(blocks)))
         if blocks is not None and trial < value:
@@ -754,7 +754,7 @@ def solve(
         spent = time.perf_counter() - began
         # The temperature ends a thousand times lower, after all moves or at the end of the time.
         share = done / moves if moves is not None else spent / searching
-        heat = _HEAT * 1e-3**share
+        heat = (_HEAT if len(problem) <= _FEW_RESPONSES else 0.1 * _HEAT) * 1e-3**share
         found, owner = _anneal(
             rng, chunk, owner, kinds, starts, helds, gpus, weights, limits, tokens, costs, heat
         )
