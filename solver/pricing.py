@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -195,8 +196,10 @@ class PricedRelaxation(Relaxation):
     def _bases(self, rows: IntArray) -> FloatArray:
         """Return how much a group covers of each bend's share of the responses."""
         at, share, bends = self._hats
-        count: FloatArray = np.bincount(at[rows], weights=1 - share[rows], minlength=bends)
-        return count + np.bincount(np.minimum(at[rows] + 1, bends - 1), weights=share[rows], minlength=bends)
+        covered = np.zeros(bends)
+        np.add.at(covered, at[rows], 1 - share[rows])
+        np.add.at(covered, np.minimum(at[rows] + 1, bends - 1), share[rows])
+        return covered
 
     @cached_property
     def _hats(self) -> tuple[IntArray, FloatArray, int]:
@@ -247,7 +250,8 @@ class PricedRelaxation(Relaxation):
         began, best, worth, smoothing = time.perf_counter(), np.zeros(n), 0.0, _SMOOTHING
         first = True
         while first or time.perf_counter() - began < self.search_seconds:
-            program = linprog(costs, A_ub=-csc_matrix(np.array(columns).T), b_ub=-demand, method="highs")
+            covers: Any = -csc_matrix(np.array(columns).T)
+            program = linprog(costs, A_ub=covers, b_ub=-demand, method="highs")
             if program.x is None:
                 break
             theta = -program.ineqlin.marginals

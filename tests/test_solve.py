@@ -150,8 +150,8 @@ def objectives(seconds: FloatArray, gpu_seconds: FloatArray) -> list[Objective]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
-@given(problem=problems())
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(most=6))
 def test_no_partition_beats_the_relaxation(problem: Problem) -> None:
     """Against all partitions: its time, its cost, its cost at every time, and every objective."""
     seconds, gpu_seconds = every_outcome(problem)
@@ -166,8 +166,8 @@ def test_no_partition_beats_the_relaxation(problem: Problem) -> None:
             assert relaxation.bound(objective) - objective.offset <= (least - objective.offset) * BELOW
 
 
-@settings(max_examples=20, deadline=None)
-@given(problem=problems())
+@settings(max_examples=15, deadline=None)
+@given(problem=problems(most=6))
 def test_no_partition_beats_the_priced_relaxation(problem: Problem) -> None:
     """Prices that are sought at two times hold at all times."""
     seconds, gpu_seconds = every_outcome(problem)
