@@ -265,7 +265,7 @@ class PricedRelaxation(Relaxation):
             total = float(price.sum() + np.minimum(least, 0.0).sum())
             if total > worth:
                 best, worth = lowered, total
-            if program.fun - worth <= 1e-3 * program.fun:
+            if worth >= (1 - 1e-3) * float(program.fun or 0.0):
                 break
             found = self._columns(limit, least, values, multipliers, choices)
             if not found and smoothing < 0.02:
