@@ -34,6 +34,7 @@ from rlhfless.policies.scale import Split, Work
 from rlhfless.policies.simulate import view_of
 from rlhfless.scripts.common import guarded
 from rlhfless.scripts.reproduce_lab import TESTBED, Cell, Lab, changed_policy, shipped
+from rlhfless.scripts.study import markdown_table
 from rlhfless.solver.scenarios import SampleAverage, Score, Search, optimality_gap
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.lengths import hermite_weights, latent_correlation, normal_scores
@@ -373,10 +374,12 @@ def study(cases: Sequence[Case]) -> str:
             "setting | regret, point | regret, distribution | closed, % | true distribution closes, % | "
             "of that closed, %"
         )
-        parts.append(f"**{title}**\n\n{_table(head, table)}")
+        parts.append(f"**{title}**\n\n{markdown_table(head, table)}")
         head = "setting | value | generation, s | decode GPU seconds | actors | planning, ms (median)"
-        parts.append(f"Point / distribution / true distribution / clairvoyant\n\n{_table(head, means)}")
-    parts.append("**gap**\n\n" + _table("goal | setting | gap (SAA) | 95 % upper limit", gaps))
+        parts.append(
+            f"Point / distribution / true distribution / clairvoyant\n\n{markdown_table(head, means)}"
+        )
+    parts.append("**gap**\n\n" + markdown_table("goal | setting | gap (SAA) | 95 % upper limit", gaps))
     return "\n\n".join(parts)
 
 
@@ -412,7 +415,9 @@ def calibration(cases: Sequence[Case], draws: int = 200) -> str:
             ]
             table.append([case.name, title, *shares])
     named = " ".join(f"{100 * level:.0f}" for level in levels)
-    return _table(f"setting | model | lengths below quantile {named}, % | prompt means below, %", table)
+    return markdown_table(
+        f"setting | model | lengths below quantile {named}, % | prompt means below, %", table
+    )
 
 
 def foretold(case: Case, model: LengthModel, draws: int) -> tuple[FloatArray, FloatArray]:
@@ -452,7 +457,7 @@ def cuts(cases: Sequence[Case]) -> str:
         for threshold, own in steps.items():
             table.append([case.name, f"{threshold:g}", *_means(own)[:3]])
     head = "setting | threshold | value | generation, s | decode GPU seconds"
-    return _table(head, table)
+    return markdown_table(head, table)
 
 
 def _signed(value: Interval95) -> str:
@@ -464,12 +469,6 @@ def _percent(value: Interval95 | None) -> str:
         return "-"
     mean, low, high = (round(100 * x) for x in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
-
-
-def _table(head: str, rows: Sequence[Sequence[str]]) -> str:
-    columns = head.count("|") + 1
-    lines = [f"| {head} |", "|" + " --- |" * columns, *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -73,7 +73,7 @@ def study(lab: Lab) -> str:
     head = "setting | actors | speed-up | cost reduction, % | generation / bound | decode / bound"
     return "\n\n".join(
         f"**{title}**\n\n"
-        + _table(head, [_row(lab, name, cell, own, other) for name, cell in SETTINGS.items()])
+        + markdown_table(head, [_row(lab, name, cell, own, other) for name, cell in SETTINGS.items()])
         for title, (own, other) in VARIANTS.items()
     )
 
@@ -81,7 +81,7 @@ def study(lab: Lab) -> str:
 def ablation(lab: Lab) -> str:
     """Return the table of the parts: each against rlhfless as shipped, over all settings."""
     head = "policy | better in both | worse in one | speed-up, mean (least) | cost reduction, %, mean (least)"
-    return _table(head, [_ablation(lab, title, *what) for title, what in ABLATION.items()])
+    return markdown_table(head, [_ablation(lab, title, *what) for title, what in ABLATION.items()])
 
 
 def _row(lab: Lab, name: str, cell: Cell, own: tuple[str, ...], other: tuple[str, ...]) -> list[str]:
@@ -155,7 +155,8 @@ def _interval(value: Interval95, factor: float, digits: int) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def _table(head: str, rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; ``head`` is its first line without the outer bars."""
     columns = head.count("|") + 1
     lines = [f"| {head} |", "|" + " --- |" * columns, *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join(lines)

@@ -36,7 +36,7 @@ from rlhfless.models.profile import Profile
 from rlhfless.solver.objective import Objective
 from rlhfless.solver.partition import even_splits
 from rlhfless.solver.problem import Partition, Problem, Solution
-from rlhfless.solver.relaxation import planes
+from rlhfless.solver.relaxation import planes, readable_tokens
 from rlhfless.traces.trace import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -346,8 +346,7 @@ def _planes(problem: Problem, profile: Profile) -> FloatArray:
     most = min(profile.actor.max_running, len(problem))
     prompt, length = problem.prompt_tokens, problem.response_tokens
     high = int((prompt + length).max())
-    # Shared prompts count once against the capacity, but are read by each response.
-    room = high * most + most if problem.engine.share_prompt_kv else profile.actor.kv_capacity_tokens
+    room = readable_tokens(profile.actor.kv_capacity_tokens, problem.engine)
     resident = float((prompt * length + length * (length - 1) / 2).sum())
     found = planes(
         base[: most + 1], kv[: most + 1], room, int(prompt.min()), high, float(length.sum()), resident

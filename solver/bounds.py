@@ -10,7 +10,7 @@ import numpy as np
 from rlhfless.models.plan import LowerBound
 from rlhfless.models.profile import Profile
 from rlhfless.policies.base import StepView
-from rlhfless.solver.relaxation import alone_seconds, work_seconds
+from rlhfless.solver.relaxation import alone_seconds, readable_tokens, work_seconds
 from rlhfless.traces.trace import FloatArray, IntArray
 
 
@@ -35,9 +35,7 @@ def step_lower_bound(view: StepView, response_tokens: IntArray) -> LowerBound:
     first = view.prompt_tokens[left] + before[left]
     tokens = (length - before)[left].astype(np.float64)
     resident = first * tokens + tokens * (tokens - 1) / 2
-    reads = float(max(p.actor.kv_capacity_tokens for p in profiles))
-    if view.options.engine.share_prompt_kv:
-        reads = inf
+    reads = readable_tokens(max(p.actor.kv_capacity_tokens for p in profiles), view.options.engine)
     work = work_seconds(*_least_tables(profiles, per_gpu=True), reads, first, tokens, resident)
     base, kv = _least_tables(profiles, per_gpu=False)
     last = first + tokens.astype(np.int64)

@@ -20,7 +20,7 @@ from rlhfless.models.decode import block_ends, kernel_costs
 from rlhfless.solver.objective import Objective
 from rlhfless.solver.pricing import PricedRelaxation
 from rlhfless.solver.problem import Partition, Problem, Solution
-from rlhfless.solver.relaxation import Relaxation, planes
+from rlhfless.solver.relaxation import Relaxation, planes, readable_tokens
 from rlhfless.traces.errors import InputError
 from rlhfless.traces.trace import FloatArray, IntArray
 
@@ -444,7 +444,7 @@ def _group_planes(problem: Problem) -> tuple[FloatArray, FloatArray]:
     leads, prices = [], []
     for kind in problem.kinds:
         base, kv = kind.profile.decode_tables
-        capacity = kind.profile.actor.kv_capacity_tokens
+        capacity = readable_tokens(kind.profile.actor.kv_capacity_tokens, problem.engine)
         fitted = planes(
             base, kv, capacity, int(prompt.min()), int((prompt + length).max()), tokens.sum(), resident.sum()
         )

@@ -48,6 +48,7 @@ import numpy as np
 from numba import njit
 from scipy.optimize import linprog
 
+from rlhfless.models.decode import EngineOptions
 from rlhfless.solver.objective import Objective
 from rlhfless.solver.problem import Problem
 from rlhfless.traces.trace import FloatArray, IntArray
@@ -100,6 +101,14 @@ def highest_plane(
     excess = max(float(np.max(rows @ best.x - limit)), 0.0)
     plane: FloatArray = best.x / scale * (max(1 - excess / max(limit.min(), 1e-300), 0.0))
     return plane
+
+
+def readable_tokens(capacity: int, engine: EngineOptions) -> float:
+    """Return the KV tokens that an iteration may read, new ones included: the actor's capacity.
+
+    Without limit where responses to one prompt share its KV, since each of them still reads all of it.
+    """
+    return inf if engine.share_prompt_kv else float(capacity)
 
 
 def planes(
@@ -459,7 +468,7 @@ class Relaxation:
             kv[: len(own_kv)] = np.minimum(kv[: len(own_kv)], own_kv)
         most = min(most, len(self.problem))
         capacities = [profile.actor.kv_capacity_tokens for profile in profiles]
-        reads = inf if self.problem.engine.share_prompt_kv else float(max(capacities))
+        reads = readable_tokens(max(capacities), self.problem.engine)
         gpus = min(profile.actor.gpus for profile in profiles)
         return base[: most + 1], kv[: most + 1], min(capacities), reads, gpus
 
